@@ -94,7 +94,8 @@ impl WholeUpdate {
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradient): (Tensor<1>, Option<Tensor<1>>),
+        values: Tensor<1>,
+        gradient: Option<Tensor<1>>,
         WholeParameter { flag, shape, lr, origin, factors }: WholeParameter<'_>,
         (slots, own): (&mut Slots, &mut Option<DynState>),
         observations: Option<&mut Observations>,

@@ -4,6 +4,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::UpdateTensors;
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
 use super::observations::Observations;
@@ -215,7 +216,7 @@ impl ElementwiseUpdate {
     /// `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradients): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        UpdateTensors { values, gradients }: UpdateTensors,
         state: &mut Slots,
         elements: usize,
         controls: &AdamWControls<'_>,

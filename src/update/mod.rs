@@ -30,6 +30,8 @@ mod skip_counts;
 mod state;
 mod step_size;
 
+use burn::tensor::Tensor;
+
 pub(crate) use clipping::clip;
 pub(crate) use custom::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 pub(crate) use elementwise::{
@@ -54,6 +56,12 @@ pub(crate) use skip_counts::{Place, Reserved};
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
+
+/// The tensors of a step, flat, in the order of its parameters.
+pub(crate) struct UpdateTensors {
+    pub values: Vec<Tensor<1>>,
+    pub gradients: Vec<Tensor<1>>,
+}
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

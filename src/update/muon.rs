@@ -5,6 +5,7 @@ use std::iter::repeat_n;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
+use super::UpdateTensors;
 use super::clipping::clip;
 use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::lr_scale::LrScale;
@@ -303,8 +304,7 @@ impl MuonUpdate {
     pub fn step(
         &self,
         batch: &MuonBatch<'_>,
-        gradients: Vec<Tensor<1>>,
-        values: Vec<Tensor<1>>,
+        UpdateTensors { values, gradients }: UpdateTensors,
         (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
 use crate::comm::received;
-use crate::distributed::plan::{Bucket, Counts, Run};
+use crate::distributed::plan::{Bucket, Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::Error;
 use crate::parameters::Placement;
@@ -31,12 +31,12 @@ pub struct PassParameter {
     /// The axes along which it is cut: it has the shape of this rank's slice.
     axes: Vec<String>,
     most_elements: usize,
-    division: Division,
+    division: ParameterDivision,
 }
 
 /// The division of a parameter among the ranks that share it.
 #[derive(Debug)]
-struct Division {
+struct ParameterDivision {
     /// This rank's position.
     position: Position,
     /// Elements of the shards of all ranks, which follow each other.
@@ -81,7 +81,7 @@ pub struct BlockPart {
     pub values: Tensor<1>,
 }
 
-impl Division {
+impl ParameterDivision {
     fn new(bucket: Bucket, positions: &[Position], position: Position) -> Self {
         let mut order = positions.to_vec();
         order.sort_by_key(|position| (position.part, position.shard));
@@ -91,7 +91,7 @@ impl Division {
             let range = bucket.shard_range(position.replica);
             let mut in_shards = range.start;
             part_counts[position.part] += range.len();
-            for (block, elements, padding) in bucket.overlaps(range) {
+            for Overlap { parameter: block, elements, padding } in bucket.overlaps(range) {
                 let extent = elements.len() + padding;
                 pieces.push(Piece { block, elements, padding, in_parts, in_shards });
                 in_parts += extent;
@@ -137,7 +137,7 @@ impl PassParameter {
             most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
                 slice.counts().into_iter().max().unwrap_or_default()
             }),
-            division: Division::new(bucket, positions, positions[rank]),
+            division: ParameterDivision::new(bucket, positions, positions[rank]),
         }
     }
 

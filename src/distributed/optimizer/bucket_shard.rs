@@ -17,13 +17,14 @@ use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
 };
-use crate::distributed::plan::{self, Bucket, BucketKind, ROW_ELEMENTS};
+use crate::distributed::plan::{self, Bucket, BucketKind, Overlap, ROW_ELEMENTS};
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
     Clocks, ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter,
-    MuonUpdate, Observations, Origin, Slot, Slots, StepSize, WholeParameter, WholeUpdate,
+    MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors, WholeParameter,
+    WholeUpdate,
 };
 
 /// A rank's part of a bucket.
@@ -39,12 +40,6 @@ pub struct Shard {
     runs: Vec<ShardRun>,
     batches: Vec<Batch>,
     device: Device,
-}
-
-/// The tensors of an update, in the order of the parameters of a shard.
-pub struct UpdateTensors {
-    pub gradients: Vec<Tensor<1>>,
-    pub values: Vec<Tensor<1>>,
 }
 
 /// The rule for the parameters of a shard.
@@ -260,23 +255,21 @@ impl Shard {
         let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
-            let gradients = gradients.drain(..runs.len()).collect();
-            let values = values.drain(..runs.len()).collect();
+            let tensors = UpdateTensors {
+                values: values.drain(..runs.len()).collect(),
+                gradients: gradients.drain(..runs.len()).collect(),
+            };
             let observations = observations.as_deref_mut();
             match update {
                 Update::Muon(muon) => {
                     batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
-                        muon.step(batch, gradients, values, state, flags, observations)
+                        muon.step(batch, tensors, state, flags, observations)
                     })
                 }
                 Update::Elementwise(rest) => {
-                    let tensors = UpdateTensors { gradients, values };
                     batch.update_elements(rest, runs, tensors, decisions, observations)
                 }
-                Update::Whole(_) => {
-                    let tensors = UpdateTensors { gradients, values };
-                    batch.update_whole(&runs[0], tensors, decisions, observations)
-                }
+                Update::Whole(_) => batch.update_whole(&runs[0], tensors, decisions, observations),
             }
         });
         updated.collect()
@@ -503,7 +496,7 @@ impl Batch {
         &mut self,
         rest: &ElementwiseUpdate,
         runs: &[ShardRun],
-        UpdateTensors { gradients, values }: UpdateTensors,
+        tensors: UpdateTensors,
         Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
@@ -517,14 +510,7 @@ impl Batch {
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
         let elements = self.elements.len();
-        rest.step(
-            (values, gradients),
-            &mut self.state,
-            elements,
-            &controls,
-            &parameters,
-            observations,
-        )
+        rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
     }
 
     fn update_whole(
@@ -548,7 +534,7 @@ impl Batch {
             origin: run.origin(inputs),
             factors: run.factors(inputs),
         };
-        vec![update.step((value, gradient), parameter, (&mut self.state, own), observations)]
+        vec![update.step(value, gradient, parameter, (&mut self.state, own), observations)]
     }
 }
 
@@ -586,7 +572,7 @@ fn matrices(
     parameters: &[TrainableParameter],
     shard: &Range<usize>,
 ) -> Vec<usize> {
-    let matrices = |(parameter, elements, _): (usize, Range<usize>, usize)| {
+    let matrices = |Overlap { parameter, elements, .. }: Overlap| {
         let [_, m, n] = parameters[parameter].batch();
         std::iter::repeat_n(parameter, elements.len() / (m * n))
     };

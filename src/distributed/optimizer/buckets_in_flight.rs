@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::bucket_shard::{Shard, UpdateTensors};
+use super::bucket_shard::Shard;
 use super::decisions::{Decisions, StepControls, StepInputs};
 use super::detached_parameters::DetachedParameters;
 use super::divided_model::DividedModel;
@@ -22,7 +22,7 @@ use crate::distributed::config::Publish;
 use crate::distributed::plan::Run;
 use crate::error::Result;
 use crate::slices::{self, bytes};
-use crate::update::Observations;
+use crate::update::{Observations, UpdateTensors};
 
 /// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
 pub struct StepInProgress<'a> {

@@ -13,7 +13,7 @@ use super::publication::{self, Publication, at_first_use};
 use crate::backend::reshaped;
 use crate::checks::ensure_gradient_matches;
 use crate::distributed::layout::{BlockPart, PassParameter, Passes};
-use crate::distributed::plan::Bucket;
+use crate::distributed::plan::{Bucket, Overlap};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Placeholders, in_place_of};
@@ -267,7 +267,7 @@ pub fn pack(
     device: &Device,
 ) -> Tensor<1> {
     let mut pieces = vec![];
-    for (parameter, elements, padding) in bucket.overlaps(range) {
+    for Overlap { parameter, elements, padding } in bucket.overlaps(range) {
         pieces.push(values.take_elements(parameter, elements, dtype, device).cast(dtype));
         if padding > 0 {
             pieces.push(Tensor::zeros([padding], (device, dtype)));

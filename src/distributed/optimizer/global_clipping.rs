@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::backend::ScaledNorms;
 use crate::comm::{ReduceOp, World};
-use crate::distributed::plan::{Bucket, BucketKind, Parameter, Plan, ROW_ELEMENTS, Work};
+use crate::distributed::plan::{Bucket, BucketKind, Overlap, Parameter, Plan, ROW_ELEMENTS, Work};
 use crate::error::Result;
 use crate::slices;
 
@@ -37,7 +37,8 @@ impl Clip {
         // model order.
         let (mut parameters, mut positions) = (vec![], vec![]);
         for bucket in plan.buckets() {
-            for (index, elements, padding) in bucket.overlaps(bucket.shard_range(rank)) {
+            for overlap in bucket.overlaps(bucket.shard_range(rank)) {
+                let Overlap { parameter: index, elements, padding } = overlap;
                 let parameter = &plan.parameters()[index];
                 let length = row_elements(parameter);
                 let count = (elements.len() + padding) / length;

@@ -7,7 +7,7 @@ use burn::module::{Param, ParamMapper};
 use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
-use crate::distributed::plan::Bucket;
+use crate::distributed::plan::{Bucket, InBuffer};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::in_place_if_trained;
@@ -38,8 +38,8 @@ impl Publication {
     pub fn arriving(&self) -> Arriving {
         let state = self.state();
         let of_bucket = |bucket: &Bucket| -> usize {
-            let pieces = bucket.by_parameter().into_values().flatten();
-            pieces.map(|(_, _, len)| len * bucket.dtype.size()).sum()
+            let segments = bucket.by_parameter().into_values().flatten();
+            segments.map(|segment| segment.len * bucket.dtype.size()).sum()
         };
         Arriving {
             parameters: state.pending.iter().map(|(bucket, _)| of_bucket(bucket)).sum(),
@@ -127,9 +127,10 @@ pub fn values<'a>(
     bucket: &'a Bucket,
     buffer: &'a Tensor<1>,
 ) -> impl Iterator<Item = (usize, Tensor<1>)> + 'a {
-    bucket.by_parameter().into_iter().map(|(index, pieces)| {
-        let pieces =
-            pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
+    bucket.by_parameter().into_iter().map(|(index, segments)| {
+        let pieces = segments
+            .iter()
+            .map(|InBuffer { start, len, .. }| slices::slice(buffer, *start..start + len));
         (index, slices::concat(pieces.collect(), bucket.dtype, &buffer.device()))
     })
 }

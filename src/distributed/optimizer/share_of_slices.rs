@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use super::decisions::StepInputs;
 use super::detached_parameters::FlatTensors;
 use crate::distributed::mesh::Grid;
-use crate::distributed::plan::{Bucket, Parameter, Slice};
+use crate::distributed::plan::{Bucket, Overlap, Parameter, Slice};
 use crate::slices;
 use crate::update::{MuonPart, MuonUpdate};
 
@@ -43,7 +43,7 @@ impl Share {
         let row = grid.ranks[grid.replica].iter();
         let matrices = row.flat_map(|rank| bucket.overlaps(bucket.shard_range(*rank)));
         let mut end = 0;
-        let parts = matrices.filter_map(|(parameter, matrix, _)| {
+        let parts = matrices.filter_map(|Overlap { parameter, elements: matrix, .. }| {
             let elements = slices[&parameter].slices.range(grid.slice, &matrix);
             let range = end..end + elements.len();
             end = range.end;

@@ -148,14 +148,14 @@ impl Bucket {
         self.elements() * self.dtype.size()
     }
 
-    /// Returns the positions of each parameter's elements, by the parameter's index: for every
-    /// piece, ordered by its start in the parameter, that start, the start in the buffer, and the
-    /// length.
-    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<(usize, usize, usize)>> {
+    /// Returns the segments of each parameter, by the parameter's index, ordered by their first
+    /// elements.
+    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<InBuffer>> {
         let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         let mut position = 0;
         for piece in &self.pieces {
-            parameters.entry(piece.parameter).or_default().push((piece.start, position, piece.len));
+            let segment = InBuffer { first: piece.start, start: position, len: piece.len };
+            parameters.entry(piece.parameter).or_default().push(segment);
             // With the padding, which is in the buffer and in no parameter.
             position += piece.extent();
         }
@@ -187,7 +187,7 @@ impl Bucket {
     /// If `rank` is not a rank of the plan.
     pub fn runs(&self, rank: usize) -> Vec<Run> {
         let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
-        for (parameter, elements, padding) in self.overlaps(self.shard_range(rank)) {
+        for Overlap { parameter, elements, padding } in self.overlaps(self.shard_range(rank)) {
             let range = end..end + elements.len();
             end = range.end + padding;
             match runs.last_mut() {
@@ -206,13 +206,8 @@ impl Bucket {
         runs
     }
 
-    /// Returns the contents of a range of the flat buffer, in order: for every piece, the index of
-    /// its parameter, the range of the parameter's elements, and the number of zeros after these
-    /// elements that are inside the range.
-    pub fn overlaps(
-        &self,
-        range: Range<usize>,
-    ) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    /// Returns the contents of a range of the flat buffer, in order.
+    pub fn overlaps(&self, range: Range<usize>) -> impl Iterator<Item = Overlap> {
         let clip = move |position: usize| position.clamp(range.start, range.end);
         let mut next_start = 0;
         self.pieces.iter().filter_map(move |piece| {
@@ -222,9 +217,35 @@ impl Bucket {
             let (from, to, last) = (clip(start), clip(start + piece.len), clip(end));
             // Positions in the padding are clipped to the end of the elements.
             let element = |position: usize| piece.start + (position - start).min(piece.len);
-            (from < last).then(|| (piece.parameter, element(from)..element(to), last - to))
+            (from < last).then(|| Overlap {
+                parameter: piece.parameter,
+                elements: element(from)..element(to),
+                padding: last - to,
+            })
         })
     }
+}
+
+/// The contents of a piece that are in a range of the flat buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Overlap {
+    /// Index of the parameter in the plan.
+    pub parameter: usize,
+    /// The range of the parameter's elements.
+    pub elements: Range<usize>,
+    /// Zeros after these elements that are inside the range.
+    pub padding: usize,
+}
+
+/// Neighbouring elements of a parameter in the flat buffer of a bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct InBuffer {
+    /// First of the elements, in the parameter.
+    pub first: usize,
+    /// Position of the first one in the buffer.
+    pub start: usize,
+    /// The number of elements.
+    pub len: usize,
 }
 
 /// Neighbouring elements of a parameter in one shard.

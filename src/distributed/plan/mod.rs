@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::parameters::Placement;
 #[doc(hidden)]
-pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
+pub use bucket::{Bucket, BucketKind, InBuffer, Overlap, Piece, ROW_ELEMENTS, Run};
 pub use cost::Costs;
 #[doc(hidden)]
 pub use cost::ShapeCost;
