@@ -70,6 +70,7 @@ impl ComputePath {
         };
         match device.as_dispatch() {
             #[cfg(feature = "flex")]
+            // By the type as well: kernels compute in float32, which is too little for float64.
             DispatchDevice::Flex(_) if super::flex::serves(dtype.into()) => Self::Flex,
             #[cfg(feature = "cube")]
             DispatchDevice::Cube(device) if cubecl::serves(device, dtype.into()) => {

@@ -69,6 +69,7 @@ impl ComputePath {
         }
         let norms = match norms {
             Some(PartialNorms(norms)) => norms.into_dispatch(),
+            // No norms of this tensor are known, as after a part of the update.
             None => {
                 let [k, m, n] = x.dims();
                 let rows = TensorList::from_tensors(vec![x.clone().reshape([-1])]);

@@ -285,6 +285,8 @@ impl Engine for Hierarchy {
     /// The ranks of a group that are in one node remain so.
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let group = self.all.split(color, key)?;
+        // A group may lie on fewer nodes, or on one. Their names are known here: no host is asked
+        // again.
         Ok(match Self::over(group.clone(), &self.node_index.to_string())? {
             Some(hierarchy) => Arc::new(hierarchy),
             None => group.into_engine(),

@@ -84,6 +84,8 @@ impl Threads {
         let bytes = slices::bytes(&tensor);
         let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
+            // Each rank computes its own result when it waits for it: the last one to arrive does
+            // not work for all.
             let tensors = round.collect()?.into_iter().map(|payload| match payload {
                 Payload::Tensor(tensor) => *tensor,
                 _ => unreachable!("{SAME_CALL}"),
@@ -179,6 +181,7 @@ impl Engine for Threads {
                 let (start, count) = (offset(&sent, rank), sent[rank]);
                 if count != expected[from] {
                     let error = different_counts([from, rank], [count, expected[from]]);
+                    // At once: the sender cannot know what was expected of it.
                     participant.fail(error.to_string());
                     return Err(error);
                 }
@@ -247,6 +250,7 @@ impl Engine for Threads {
             let (of, key, group): (usize, usize, u64) = value_bytes::from_bytes(rank, bytes)?;
             members.extend((of == color).then_some((key, rank, group)));
         }
+        // By key, and by rank where keys are equal, as in `MPI_Comm_split`.
         members.sort_unstable();
         let (_, _, group) = members[0];
         let ranks: Vec<usize> = members.into_iter().map(|(_, rank, _)| rank).collect();

@@ -80,6 +80,8 @@ where
     /// collective (see [`Communicator`](super::Communicator)).
     pub fn next_batch(&mut self) -> Result<Option<Joined<I::Item>>> {
         let next = self.batches.next();
+        // One small message for each step, also on ranks that have run out: nobody knows the number
+        // before.
         if !self.world.any(next.is_some())? {
             return Ok(None);
         }

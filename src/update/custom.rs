@@ -105,9 +105,12 @@ impl WholeUpdate {
         let old = observations.is_some().then(|| values.clone());
         let updated = match gradient {
             Some(gradient) => {
+                // In float32, whatever the parameter: optimizers of Burn compute in the type that
+                // they are given.
                 let tensors = [values, gradient.cast(precise_dtype(dtype))];
                 let [values, gradient] = tensors.map(|tensor| shaped(tensor, shape));
                 let (updated, state) =
+                    // Moved, so that the optimizer may write into its state.
                     self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
                 *own = state;
                 flat(updated, shape.len())

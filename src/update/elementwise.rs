@@ -109,6 +109,8 @@ pub(crate) fn unflatten_burns(
     device: &Device,
 ) -> Option<(Slots, usize)> {
     let time = source.take_scalar(prefix, BURNS_TIME)?.try_into().ok()?;
+    // A state of Burn's AMSGrad is refused: without its third moment the run would change in
+    // silence.
     if source.take_tensor(prefix, BURNS_LARGEST).is_some() {
         return None;
     }
@@ -191,6 +193,7 @@ impl ElementwiseUpdate {
     /// The largest usable gradient of parameters of a type.
     pub fn largest_gradient(&self, parameter: DType) -> f64 {
         match (self.rule, parameter) {
+            // Lion takes signs, and squares nothing.
             (ElementwiseRule::Lion(_), _) => f64::MAX,
             (ElementwiseRule::AdamW(_), DType::F64) => f64::MAX.sqrt(),
             // The second moment holds its square. A little below the root, whose square rounds to
@@ -230,6 +233,7 @@ impl ElementwiseUpdate {
         let rows: Vec<_> = parameters.iter().map(|parameter| parameter.rows).collect();
         let firsts: Vec<usize> = rows.iter().map(|row| row.first).collect();
         let values = self.precision.widen(values, &firsts, state);
+        // The type after widening, in which everything is computed.
         let precise = values[0].dtype();
         let old = observations.is_some().then(|| values.clone());
         let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
@@ -267,6 +271,7 @@ impl ElementwiseUpdate {
             let each = rows.iter().zip(old).zip(&updated);
             each.for_each(|((row, old), new)| observations.add(row.flag, old, new, none()));
         }
+        // Random rounding depends on the place in the parameter, and not on the rank.
         let origins = parameters.iter().map(|parameter| parameter.origin);
         self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)
     }

@@ -35,9 +35,12 @@ impl Idle {
             let rows = gradient.dims()[0] / elements;
             match is_present {
                 true => {
+                    // Exactly zero, as the gradient of an expert without tokens is: a small one is
+                    // an update.
                     let zero = gradient.clone().reshape([rows, elements]).equal_elem(0.0);
                     ones_where(zero.all_dim(1)).reshape([rows])
                 }
+                // A parameter without a gradient is not updated at all, and its own count says so.
                 false => zeros(rows, DType::F32, &gradient.device()),
             }
         });
@@ -98,6 +101,7 @@ impl Clocks {
         settled: usize,
         state: Option<&Slots>,
     ) -> Vec<Section> {
+        // Before the first step all counts are zero: no need to wait for the device.
         let is_first = parameters.clone().all(|(time, _)| time == 0);
         let is_asked = self.least < settled && !is_first;
         let Some(state) = state.filter(|_| is_asked) else {
@@ -112,6 +116,7 @@ impl Clocks {
             let times: Vec<usize> =
                 idle.by_ref().take(count).map(|idle| steps.saturating_sub(idle as usize)).collect();
             least = times.iter().copied().fold(least, usize::min);
+            // Beyond the end of the schedules, counts that differ have equal values.
             let alike = times.chunk_by(|a, b| a.min(&settled) == b.min(&settled));
             sections.extend(alike.map(|times| Section {
                 parameter,

@@ -41,6 +41,7 @@ impl Observations {
 pub(crate) fn orthogonality_errors(batch: &Tensor<3>) -> Tensor<1> {
     let [count, m, n] = batch.dims();
     let batch = batch.clone().cast(DType::F32);
+    // The smaller of the two products, which has the same singular values.
     let (wide, side) = if m <= n { (batch, m) } else { (batch.swap_dims(1, 2), n) };
     let square = wide.clone().matmul(wide.swap_dims(1, 2));
     let identity = Tensor::<2>::eye(side, &square.device()).cast(DType::F32).unsqueeze::<3>();

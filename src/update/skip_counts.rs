@@ -209,11 +209,16 @@ impl SkippedSteps {
             let mut known = self.lock();
             let old = known.entries[index].counts.replace(counts.clone());
             old.into_iter().for_each(|old| known.retire(old));
+            // A warning waits for the other parameters of its step, and is logged by the first of
+            // the next.
             let is_old = known.pending.as_ref().is_some_and(|last| last.step != place.steps);
             if is_old { known.pending.take() } else { None }
         };
         log_warning(due);
+        // At least once in as many steps as may be skipped in a row, or the limit would be passed
+        // unseen.
         let every = self.limit.map_or(LOOK_EVERY, |limit| limit.min(LOOK_EVERY));
+        // In the first step as well, in which most mistakes show.
         if place.steps != 1 && !place.steps.is_multiple_of(every) {
             return Ok(());
         }
@@ -270,6 +275,8 @@ impl Counts {
     /// Drops a tensor if it is this thread's or has another owner, and keeps it otherwise. Also
     /// drops the tensors of this thread that other threads have retired.
     fn retire(&mut self, counts: Kept) {
+        // Some tensors may only be dropped on the thread that made them: the others keep them until
+        // that thread comes by.
         if Arc::strong_count(&counts.tensor) == 1 {
             self.retired.push(counts);
         }
@@ -356,6 +363,7 @@ impl Entry {
             // A failure of one step may be counted with the next step, which then counts twice.
             let skipped = ((count - self.seen[index]) as usize).min(steps);
             let in_a_row = &mut self.in_a_row[index];
+            // Between two looks only a sum is known: all of them skipped, or some step was taken.
             *in_a_row = if skipped == steps { *in_a_row + steps } else { 0 };
             if skipped > 0 {
                 let first = self.names[index].clone();

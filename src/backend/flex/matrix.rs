@@ -95,6 +95,7 @@ impl MatrixOps for Flex {
 
     /// Never called: launches cost nothing on a CPU, so no matrix counts as small.
     fn accumulate_q(_: FloatTensor<Self>, _: Vec<Polynomial>) -> FloatTensor<Self> {
+        // A launch costs nothing on a CPU: small matrices take the way of all others.
         unreachable!("`ComputePath::is_small` returns `false` on Flex")
     }
 
@@ -207,6 +208,7 @@ fn each_matrix(
 
 /// Number of tiles for each of `k` products with `operations` multiplications.
 fn tiles_of_each(k: usize, operations: usize) -> usize {
+    // Below it, waking threads takes longer than the product.
     if operations < THREADS_FROM {
         return 1;
     }

@@ -435,7 +435,7 @@ impl parameters::Map for Detach<'_> {
 
 impl Detach<'_> {
     /// Moves the value and the gradient of a parameter out of the model: all of it, or this rank's
-    /// part with that of the gradient.
+    /// part with its gradient.
     fn detach<const D: usize>(
         &mut self,
         index: usize,

@@ -76,7 +76,7 @@ pub struct HeldBytes {
     pub peaks: [PassBytes; 5],
 }
 
-/// The uses that are expected next, by those of the pass before.
+/// The uses that are expected next, as the pass before had them.
 #[derive(Debug, Default)]
 pub struct UseOrders {
     pub forward: Order,
