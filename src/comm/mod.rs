@@ -34,9 +34,9 @@ mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
 mod pending;
-mod reduce;
 #[cfg(feature = "processes")]
 mod reduce_by_exchange;
+mod sum_over_ranks;
 mod thread_rounds;
 mod uneven_batches;
 // Processes make external calls.
@@ -64,8 +64,8 @@ pub use nccl::{Buffer, CudaMemory, DeviceMemory, Order, StreamEvent};
 #[cfg(feature = "cuda")]
 pub use nccl::{Nccl, Reduction};
 pub use pending::Pending;
-pub use reduce::ReduceOp;
 pub(crate) use rounds::named;
+pub use sum_over_ranks::ReduceOp;
 #[doc(hidden)] // `World::threads` makes it
 pub use threads::Threads;
 pub use uneven_batches::{Join, Joined};

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::call::Call;
 use super::counts::{even_counts, is_direct, offset, offsets};
-use super::{Engine, Pending, ReduceOp, reduce};
+use super::{Engine, Pending, ReduceOp, sum_over_ranks};
 use crate::error::Result;
 
 /// An engine whose ranks know the counts of all parts without asking.
@@ -80,7 +80,9 @@ fn reduce_in_one_exchange<E: MovesParts>(
         return Ok(Pending::ready(tensor.cast(dtype)));
     }
     let received = engine.exchange(call, tensor, counts, &vec![counts[engine.rank()]; size])?;
-    Ok(Pending::new(received.bytes(), move || Ok(reduce::rows(received.wait()?, size, op, dtype))))
+    Ok(Pending::new(received.bytes(), move || {
+        Ok(sum_over_ranks::rows(received.wait()?, size, op, dtype))
+    }))
 }
 
 /// Returns the numbers of elements that a rank's part of one division of a buffer shares with every

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::call::Call;
 use super::counts::offset;
 use super::thread_rounds::{Participant, ThreadRounds};
-use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value_bytes};
+use super::{Engine, PairCounts, Pending, ReduceOp, sum_over_ranks, value_bytes};
 use crate::error::{Error, Result};
 use crate::slices;
 
@@ -107,7 +107,7 @@ impl Threads {
         let elements = start..start + counts[self.rank()];
         self.start(call, tensor, move |tensors, device| {
             let parts = tensors.iter().map(|tensor| slices::slice(tensor, elements.clone()));
-            reduce::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
+            sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
         })
     }
 }
@@ -141,7 +141,9 @@ impl Engine for Threads {
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let call = Call::all_reduce(&tensor, op);
         let dtype = tensor.dtype();
-        self.start(call, tensor, move |tensors, device| reduce::parts(&tensors, op, dtype, device))
+        self.start(call, tensor, move |tensors, device| {
+            sum_over_ranks::parts(&tensors, op, dtype, device)
+        })
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {

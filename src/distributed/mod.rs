@@ -12,7 +12,6 @@
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
 mod config;
-mod cuts;
 mod dist_muon;
 #[doc(hidden)] // for the bench `scaling`
 pub mod forecast;
@@ -25,6 +24,7 @@ mod optimizer;
 mod placement_rules;
 pub mod plan;
 mod same_parameters;
+mod sliced_parameters;
 mod trainable;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};

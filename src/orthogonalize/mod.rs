@@ -19,7 +19,7 @@ pub mod cost;
 mod gram;
 mod iteration;
 mod iteration_plan;
-mod minimax;
+mod polar_express;
 pub mod restarts;
 mod rounding_errors;
 mod standard;

@@ -7,10 +7,10 @@ use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::muon::scaled_by;
-use super::observations::Observations;
 use super::precision::Precision;
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
+use super::step_norms::Observations;
 use crate::backend::precise_dtype;
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of

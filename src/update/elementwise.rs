@@ -7,10 +7,10 @@ use burn::tensor::{DType, Device, Tensor};
 use super::UpdateTensors;
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
-use super::observations::Observations;
 use super::precision::Precision;
 use super::rounding::Origin;
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
+use super::step_norms::Observations;
 use super::step_size::StepSize;
 use crate::backend::{
     AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,

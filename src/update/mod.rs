@@ -21,13 +21,13 @@ mod idle_matrices;
 mod lr_scale;
 mod momentum;
 mod muon;
-mod observations;
 pub mod parts;
 mod precision;
-mod resumed;
+mod refused_states;
 mod rounding;
 mod skip_counts;
 mod state;
+mod step_norms;
 mod step_size;
 
 use burn::tensor::Tensor;
@@ -43,17 +43,17 @@ pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
 pub(crate) use muon::{MuonBatch, MuonParameter, MuonPart, MuonUpdate, TIME};
-pub(crate) use observations::{Observations, SUMS};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
-pub(crate) use resumed::{
+pub(crate) use refused_states::{
     OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
 };
 pub(crate) use rounding::Origin;
 pub use skip_counts::SkippedSteps;
 pub(crate) use skip_counts::{Place, Reserved};
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
+pub(crate) use step_norms::{Observations, SUMS};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
 

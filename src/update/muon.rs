@@ -10,11 +10,11 @@ use super::clipping::clip;
 use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
-use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
+use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,

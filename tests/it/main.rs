@@ -20,7 +20,6 @@ mod lion;
 mod mpi;
 mod optimizer;
 mod orthogonalize;
-mod params;
 mod parts;
 mod precision;
 mod qk_clip;
@@ -31,6 +30,7 @@ mod saver;
 mod skipped_tests;
 mod split;
 mod train_lm;
+mod unusual_parameters;
 
 /// A visible skip instead of the learner's tests.
 #[cfg(not(feature = "train"))]

@@ -23,11 +23,11 @@ pub(super) use passes::{PassBytes, Passes};
 pub use table::LayoutTable;
 
 use super::config::CostSource;
-use super::cuts::{Cuts, SliceGroup, SliceGroups};
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
 use super::placement_rules::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
+use super::sliced_parameters::{Cuts, SliceGroup, SliceGroups};
 use super::trainable::{self, ModelParameter, Trainable};
 use crate::comm::World;
 use crate::error::{Error, Result};

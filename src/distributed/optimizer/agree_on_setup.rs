@@ -9,10 +9,10 @@ use super::busy::Busy;
 use crate::checksum;
 use crate::comm::{World, exchanges};
 use crate::distributed::config::DistMuonConfig;
-use crate::distributed::cuts::SliceGroup;
 use crate::distributed::layout::Layout;
 use crate::distributed::plan::{Costs, Parameter, Plan, PlanConfig, node_order};
 use crate::distributed::same_parameters::{first_unequal, same_parameters};
+use crate::distributed::sliced_parameters::SliceGroup;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
 

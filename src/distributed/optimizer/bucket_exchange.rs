@@ -25,9 +25,9 @@ use burn::tensor::Tensor;
 use super::share_of_slices::Share;
 use crate::comm::{Communicator, PairCounts, Pending};
 use crate::distributed::config::Publish;
-use crate::distributed::cuts::SliceGroup;
 use crate::distributed::layout::Layout;
 use crate::distributed::plan::{Bucket, Parameter, Run, Slices};
+use crate::distributed::sliced_parameters::SliceGroup;
 use crate::error::Result;
 use crate::slices;
 

@@ -13,7 +13,6 @@
 
 mod bucket;
 mod cost;
-mod cut;
 mod element_counts;
 mod greedy;
 mod loads;
@@ -22,6 +21,7 @@ mod node_order;
 mod optimal;
 mod owners;
 mod report;
+mod slice_elements;
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -35,13 +35,13 @@ pub use bucket::{Bucket, BucketKind, InBuffer, Overlap, Piece, ROW_ELEMENTS, Run
 pub use cost::Costs;
 #[doc(hidden)]
 pub use cost::ShapeCost;
-pub(crate) use cut::Slice;
-#[doc(hidden)]
-pub use cut::{Cut, Slices};
 #[doc(hidden)]
 pub use element_counts::Counts;
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
+pub(crate) use slice_elements::Slice;
+#[doc(hidden)]
+pub use slice_elements::{Cut, Slices};
 
 use crate::error::{Error, Result};
 

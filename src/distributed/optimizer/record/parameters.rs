@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use super::super::divided_model::DividedModel;
 use crate::checkpoint::Divided;
-use crate::distributed::cuts::Cuts;
+use crate::distributed::sliced_parameters::Cuts;
 use crate::error::Result;
 use crate::parameters::{self, Field, Visit};
 
