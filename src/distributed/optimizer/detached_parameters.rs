@@ -172,8 +172,8 @@ impl DetachedParameters {
             expected,
             error: None,
         };
-        // A map can't return an error: the first one is kept, and the rest of the model is passed
-        // through, so that no value is lost.
+        // A map can't return an error: the first one is kept until the walk through the model has
+        // ended.
         let model = parameters::map(model, &mut detach);
         let Detach { mut detached, seen, shaped, error, gradients, .. } = detach;
         if let Some(error) = error {

@@ -109,7 +109,8 @@ fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class>
             None => classes.push(Class { cost, matrices }),
         }
     }
-    // Stable: classes of one cost stay in the order of the layout, so that all ranks find one plan.
+    // Stable: classes of one cost stay in the order of the layout, so that equal arguments give
+    // equal plans.
     classes.sort_by(|a, b| b.cost.batch(1).total_cmp(&a.cost.batch(1)));
     classes
 }
