@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::difference::{Difference, listed};
+use crate::load_difference::{Difference, listed};
 
 /// An error of this crate. Its message names the parameter, setting, file or rank concerned, and
 /// ends with the remedy.

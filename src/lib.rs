@@ -127,14 +127,13 @@ mod checks;
 mod checksum;
 pub mod comm;
 pub mod custom;
-mod dial;
-mod difference;
 pub mod distributed;
 pub mod elementwise;
 pub mod error;
-mod gradients;
+mod gradient_buffer;
 pub mod guide;
 pub mod link;
+mod load_difference;
 mod matrix_view;
 #[cfg(feature = "train")]
 mod metric;
@@ -146,16 +145,17 @@ pub mod qk_clip;
 pub mod recipe;
 pub mod routing;
 pub mod schedule;
+mod settings_from_depth;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
 // that package is not part of.
 #[cfg(test)]
 #[allow(dead_code)] // the devices of the enabled features decide which skips there are
-mod skips;
+mod skipped_tests;
 mod slices;
 // A link to the file of the kernels' tests, for the same reason.
 #[cfg(all(test, feature = "cuda"))]
 #[allow(dead_code)] // the kernels' tests use all of it
-mod stand_in;
+mod cuda_stand_in;
 mod update;
 
 pub use account::Account;
@@ -163,13 +163,12 @@ pub use backend::{ComputePath, KernelPolicy, NativeKernels};
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;
-pub use dial::Dial;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
 #[cfg(feature = "train")]
 pub use distributed::{DistMuonStrategy, LearnerLogits};
 pub use elementwise::{AdamWConfig, ElementwiseConfig, LionConfig};
 pub use error::{Error, Result};
-pub use gradients::GradientBuffer;
+pub use gradient_buffer::GradientBuffer;
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
 pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, MuonShareMetric, SkippedStepsMetric};
@@ -187,6 +186,7 @@ pub use routing::{
     RoutingRule,
 };
 pub use schedule::Schedule;
+pub use settings_from_depth::Dial;
 pub use update::parts::{self, Part};
 pub use update::{
     LrScale, MasterWeights, MomentumConfig, MomentumForm, SkippedSteps, StateDtype, WeightDecay,

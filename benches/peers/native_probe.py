@@ -39,7 +39,7 @@ PTX_FOLDERS = [HERE, HERE.parent.parent / "cubecl_kernels/src/native/kernels"]
 SMALL = bool(os.environ.get("PROBE_SMALL"))
 START = time.monotonic()
 
-# As in `tiles.rs`, `product.rs` and `module.rs` of cubecl_kernels/src/native.
+# As in `tile_choice.rs`, `launches.rs` and `ptx_module.rs` of cubecl_kernels/src/native.
 HEIGHT, DEPTH, THREADS = 128, 64, 288
 SHARED_BYTES = {128: 114_752, 256: 229_456}
 SPREADING_BYTES = (114 << 10) - 1024 + 128
@@ -52,7 +52,7 @@ TILES = [(128, 1), (128, 2), (256, 1), (256, 2)]
 DTYPES = {"f16": 6, "bf16": 9}
 # Four fifths of the data sheet's rate of an H100 or H200 SXM, as in `benches/gpu.rs`.
 FLOOR_TFLOPS = 790
-# Nanoseconds after which a block gives up to wait for others, as in `load.rs`. Its tile is NaN.
+# Nanoseconds after which a block gives up to wait for others, as in `switch.rs`. Its tile is NaN.
 PATIENCE = 1_000_000_000
 # Seconds after which a combination of type and tile counts as hung.
 DEADLINE = 300 if SMALL else 60
@@ -136,7 +136,7 @@ class Product:
 
 @dataclass
 class Grid:
-    """A distribution of a product's tiles: more are tried than `tiles.rs` chooses from."""
+    """A distribution of a product's tiles: more are tried than `tile_choice.rs` chooses from."""
 
     tile: tuple
     tiles: int  # of a matrix

@@ -40,6 +40,7 @@ pub fn max_rows(client: &Client) -> usize {
 
 /// Returns [`max_rows`] from the properties of a device.
 pub(crate) fn max_rows_for(hardware: &HardwareProperties) -> usize {
+    // R, Z and Q, all in float32, whatever the type of the input.
     let floats = hardware.max_shared_memory_size / size_of::<f32>();
     let fits = |rows: &usize| SHARED_MATRICES * rows * rows <= floats;
     (SIDE as usize..=MAX_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
@@ -67,6 +68,7 @@ pub fn accumulate_q(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> 
     if r.extent() == 0 {
         return Ok(q);
     }
+    // A kernel for each number of blocks: the loops over them are unrolled.
     let blocks = (m as u32).div_ceil(SIDE);
     let coefficients = |index: usize| polynomials.iter().map(|p| p[index]).collect();
     let [matrix, row, column] = r.strides;
@@ -112,6 +114,7 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
     let mut r = Shared::<[f32]>::new_slice(entries);
     let mut z = Shared::<[f32]>::new_slice(entries);
     let mut q = Shared::<[f32]>::new_slice(entries);
+    // One cube for each matrix: units of a cube alone share memory and can wait for each other.
     let matrix = CUBE_POS_X as usize;
 
     // Entries outside the matrix are zeros, which the products below may add.
@@ -189,6 +192,7 @@ fn product(x: &[f32], y: &[f32], alpha: f32, beta: f32, #[comptime] blocks: u32)
     for block in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
         sums[block] = f32::new(0.0);
     }
+    // The outer loop, so that an element of `x` is read once for all blocks of its row.
     for inner in 0..comptime!(blocks * SIDE) {
         #[unroll]
         for i in 0..blocks {
@@ -221,6 +225,8 @@ fn store(x: &mut [f32], sums: &Array<f32>, #[comptime] blocks: u32) {
         for j in 0..comptime!(i + 1) {
             let (row, column) = entry(i, j);
             let value = sums[comptime!((i * (i + 1) / 2 + j) as usize)];
+            // Of blocks on the diagonal, the other half is the mirror image, which another unit
+            // writes.
             if column <= row {
                 x[index(row, column, blocks)] = value;
                 x[index(column, row, blocks)] = value;

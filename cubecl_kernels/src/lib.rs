@@ -28,7 +28,7 @@ pub mod product;
 // that package is not part of.
 #[cfg(test)]
 #[allow(dead_code)] // other tests use the rest
-mod skips;
+mod skipped_tests;
 pub mod units;
 
 pub use error::{Error, Result};
@@ -51,7 +51,7 @@ mod tests {
     pub(crate) fn any_device() -> Option<Client> {
         let client = std::panic::catch_unwind(|| cubecl::Device::Wgpu(Default::default()).client());
         if client.is_err() {
-            crate::skips::skip("there is no device");
+            crate::skipped_tests::skip("there is no device");
         }
         client.ok()
     }

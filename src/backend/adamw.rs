@@ -3,8 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{AdamWControls, AdamWOps, AdamWStep, ElementwiseRows, Moments};
-use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::TensorList;
 
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
     use crate::backend::precise_dtype;
     use crate::checks::rounds_to;
-    use crate::skips::lacks;
+    use crate::skipped_tests::lacks;
 
     #[test]
     fn the_fastest_path_computes_the_same_as_burns_operations() {

@@ -4,8 +4,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{FlaggedRows, StepOps};
-use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::TensorList;
 
@@ -28,6 +28,7 @@ pub(crate) fn reject<const D: usize>(
         }
         ComputePath::Flex | ComputePath::CubeCl { .. } => {
             let tensors = TensorList::from_tensors(tensors.to_vec());
+            // A larger limit would be infinite in float32, and reject nothing.
             let largest = largest.min(f32::MAX.into()) as f32;
             let flags = Dispatch::reject(flags.into_dispatch(), tensors, rows.to_vec(), largest);
             Tensor::from_dispatch(flags)

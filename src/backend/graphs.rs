@@ -68,6 +68,7 @@ impl Recordings {
     ) -> Option<Tensor<3>> {
         let (device, dtype) = (batch.device(), batch.dtype());
         let key =
+            // By thread, since each has a stream of its own.
             (thread::current().id(), batch.dims(), dtype, norms.is_some(), format!("{device:?}"));
         let mut known = self.0.lock().expect("no holder of the lock panics");
         let recording = known.entry(key).or_insert_with(|| {
@@ -91,6 +92,8 @@ impl Recording {
         // which cannot be recorded.
         drop(iteration());
         let graph = capture(device, iteration);
+        // Burn replays a graph in software where a device has none, which saves nothing here:
+        // `None` is kept, and the iteration runs as it is.
         graph.is_hardware().then_some(Self { batch, norms, graph })
     }
 

@@ -3,8 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
+use super::compute_path::ComputePath;
 use super::ops::{MatrixOps, PartialNorms, Products, norm_parts};
-use super::path::ComputePath;
 use super::portable;
 use super::program::{Program, Step};
 use super::tensor_list::TensorList;
@@ -69,6 +69,7 @@ impl ComputePath {
         }
         let norms = match norms {
             Some(PartialNorms(norms)) => norms.into_dispatch(),
+            // No norms of this tensor are known, as after a part of the update.
             None => {
                 let [k, m, n] = x.dims();
                 let rows = TensorList::from_tensors(vec![x.clone().reshape([-1])]);

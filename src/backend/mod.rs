@@ -5,6 +5,7 @@
 //! composed of Burn's own operations and serves as the reference, or the kernels of a backend.
 
 mod adamw;
+mod compute_path;
 #[cfg(feature = "cube")]
 mod cubecl;
 mod finite;
@@ -15,7 +16,6 @@ mod mask;
 mod matrix;
 mod norms;
 pub(crate) mod ops;
-mod path;
 mod portable;
 mod precise;
 mod program;
@@ -24,6 +24,7 @@ mod tensor_list;
 #[cfg(feature = "simulated-tf32")]
 mod tf32;
 
+pub use compute_path::{ComputePath, KernelPolicy, NativeKernels};
 #[cfg(feature = "cube")]
 pub(crate) use cubecl::first_failure;
 #[cfg(feature = "cuda")]
@@ -35,7 +36,6 @@ pub(crate) use ops::{
     AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
     MomentumUpdate, ParameterStep, PartialNorms,
 };
-pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
 pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;

@@ -3,8 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{MatrixOps, norm_parts};
-use super::path::{ComputePath, KernelPolicy};
 use super::precise::{precise_dtype, wide};
 use super::tensor_list::TensorList;
 use crate::slices;
@@ -21,6 +21,7 @@ impl ScaledNorms {
     pub fn of_rows(rows: Tensor<2>) -> Self {
         let [count, _] = rows.dims();
         let rows = wide(rows);
+        // Positive, so that a row of zeros has a quotient of 0 and not NaN.
         let scale = rows.clone().abs().max_dim(1).clamp_min(f32::MIN_POSITIVE);
         let squares = (rows / scale.clone()).square().sum_dim(1);
         Self { scale: scale.reshape([count]), squares: squares.reshape([count]) }
@@ -75,6 +76,7 @@ impl ScaledNorms {
     /// The norms of rows from the norms of their parts, `[rows, parts]`.
     fn joined(scale: Tensor<2>, squares: Tensor<2>) -> Self {
         let [rows, parts] = scale.dims();
+        // One part is the whole: no second scaling, which would round once more.
         if parts == 1 {
             return Self { scale: scale.reshape([rows]), squares: squares.reshape([rows]) };
         }
@@ -91,6 +93,7 @@ impl ScaledNorms {
         let norm = (self.squares * relative.square()).sum().sqrt();
         // Divided by the largest scale, numerator and denominator stay finite.
         let relative_to_largest = |value: f64| largest.clone().recip().mul_scalar(value);
+        // Never above 1: clipping does not lengthen a gradient.
         (relative_to_largest(max_norm) / (norm + relative_to_largest(epsilon))).clamp_max(1.0)
     }
 }

@@ -16,6 +16,7 @@ pub(crate) enum Side {
 impl Side {
     /// The side for `m` by `n` matrices.
     pub fn of([m, n]: [usize; 2]) -> Self {
+        // The Gram matrix of the shorter side is the smaller one.
         if m <= n { Self::Left } else { Self::Right }
     }
 }
@@ -91,6 +92,7 @@ impl Program {
     /// Adds `c R^2 + b R`, and returns it. A cubic polynomial has no square to compute.
     pub fn push_polynomial(&mut self, r: Value, [b, c]: [f64; 2]) -> Value {
         self.push(match c {
+            // Without a square term there is no product to compute.
             0.0 => Step::Scaled { z: r, beta: b },
             _ => Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b },
         })
@@ -108,6 +110,7 @@ impl Program {
                     let is_last = last_readers[value.0] == Some(index)
                         && !step.operands().skip(position + 1).any(|later| later == value);
                     let stored = &mut values[value.0];
+                    // Moved to its last reader, which may then write the result into it.
                     let read = if is_last { stored.take() } else { stored.clone() };
                     read.expect("a matrix is kept until its last reader")
                 })
@@ -148,6 +151,7 @@ impl Buffers {
         let mut free: Vec<usize> = vec![];
         for (index, step) in program.steps.iter().enumerate() {
             // Before the operands are released: a kernel reads them while it writes.
+            // Of the same size only: a small matrix in a wide buffer would keep it from a wide one.
             let reused = free.iter().position(|buffer| wide[*buffer] == step.is_wide());
             let buffer = match reused {
                 Some(position) => free.swap_remove(position),

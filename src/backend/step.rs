@@ -4,8 +4,8 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, Shape, Tensor};
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
-use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::TensorList;
 

@@ -73,9 +73,9 @@ use burn::tensor::DType;
 use burn_pack::Writer;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::difference::listed;
-pub use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
+use crate::load_difference::listed;
+pub use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters;
 use crate::update::{OF_INIT, ONLY_RANK};
 

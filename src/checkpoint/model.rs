@@ -10,8 +10,8 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use super::read::Archive;
 use super::write::Planned;
 use super::{MODEL, prefixed};
-use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
+use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters::{self, in_place_of, with_mapper};
 #[cfg(feature = "train")]
 use crate::parameters::{Field, Visit};

@@ -292,8 +292,10 @@ impl Archive {
             Location::Memory(bytes) => bytes.clone(),
             Location::File { file, range, bytes, checksum } => {
                 let part = format!("tensor `{name}`");
+                // One position for all readers: a seek and its read belong together.
                 let mut file = file.lock().expect("no holder of the lock panics");
                 let count = (range.end - range.start) as usize;
+                // Verified in memory: a second read could return other bytes.
                 let read = bytes_at(&mut file, range.start, count, &part).and_then(|data| {
                     verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
                 });

@@ -145,6 +145,7 @@ impl Saver {
     /// Fails if a save to a path can't begin: on the rank that writes, for all ranks.
     pub(crate) fn prepare(&mut self, path: &Path) -> Result<()> {
         if self.keep_last.is_some() {
+            // Before anything is written: files whose names have no number would never be removed.
             Numbered::of(path)?;
         }
         if self.is_saving() && self.when_busy == WhenBusy::Refuse {
@@ -155,6 +156,8 @@ impl Saver {
                 "call `Saver::wait`, save less often, or choose `WhenBusy::Wait`",
             ));
         }
+        // Also returns the error of the earlier save, which nothing else would report before the
+        // end.
         self.wait()
     }
 
@@ -168,6 +171,7 @@ impl Saver {
         let (to, keep_last) = (path.to_owned(), self.keep_last);
         let finish = move || {
             saving.finish()?;
+            // After the new file is complete, so that there are never fewer.
             keep_last.map_or(Ok(()), |count| remove_older(&to, count))
         };
         if self.is_immediate {

@@ -9,8 +9,8 @@ use burn_pack::Scalar;
 use super::read::{Archive, Renamed, Stored};
 use super::write::Contents;
 use super::{MODEL, OPTIMIZER, prefixed};
-use crate::difference::{Difference, DifferenceKind};
 use crate::error::Result;
+use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters::Found;
 use crate::update::{BURNS_TIME, REFUSED, TIME, from_burns, of_burns};
 

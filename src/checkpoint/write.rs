@@ -137,6 +137,8 @@ impl Saving {
     /// [`Error::Checkpoint`] if it can't be written.
     pub fn put(&mut self, data: TensorData) -> Result<()> {
         let (bytes, ..) = data.into_parts();
+        // Before the tensor is sent: the caller waits here while the writer is behind, so that the
+        // memory of the host stays bounded.
         self.room.take(bytes.len());
         let sent = self.data.as_ref().is_some_and(|data| data.send(bytes).is_ok());
         // The writer has ended: its error says why.
@@ -159,6 +161,7 @@ impl Saving {
         // before it.
         let appended = append(scratch.path(), &mut self.index);
         appended.map_err(|reason| failed(&self.path, &reason))?;
+        // Only now does the file have its name: a crash before leaves the previous checkpoint.
         scratch.commit().map_err(|error| failed(&self.path, &error.to_string()))
     }
 
@@ -187,6 +190,7 @@ impl Drop for Saving {
 /// The file that a path leads to: of a symbolic link its target, which may not exist yet.
 fn target(path: &Path) -> std::io::Result<PathBuf> {
     /// Links that Linux follows in one path.
+    // As many as Linux follows.
     const MOST_LINKS: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MOST_LINKS {
@@ -220,6 +224,8 @@ impl Room {
     fn take(&self, bytes: usize) {
         let used = self.used.lock().expect("no holder of the lock panics");
         let is_full = |used: &mut Option<usize>| {
+            // A tensor always fits into an empty room, however large: it could never be written
+            // otherwise.
             used.is_some_and(|used| used > 0 && used.saturating_add(bytes) > self.limit)
         };
         let mut used = self.changed.wait_while(used, is_full).expect("no holder panics");
@@ -254,6 +260,7 @@ struct Source {
 impl Source {
     /// The elements of the next tensor. The writer asks for it once the one before is written.
     fn next(&mut self) -> Option<Bytes> {
+        // The container asks for a tensor when it has written the last one.
         self.room.give(self.written);
         self.written = 0;
         let bytes = self.tensors.recv().ok()?;
@@ -267,6 +274,7 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
+        // The writer has ended, perhaps by an error: a caller must not wait for room any longer.
         self.room.close();
     }
 }
@@ -276,6 +284,7 @@ impl Drop for Source {
 fn checksum(bytes: &[u8], is_last: bool) -> u32 {
     let mut checksum = crc32fast::Hasher::new();
     checksum.update(bytes);
+    // The container fills up every tensor but the last: the checksum is of the bytes in the file.
     if !is_last {
         let aligned = bytes.len().next_multiple_of(burn_pack::TENSOR_ALIGNMENT as usize);
         checksum.update(&vec![0; aligned - bytes.len()]);

@@ -8,7 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
-use super::{Communicator, World, value};
+use super::{Communicator, World, value_bytes};
 use crate::error::{Error, Result};
 
 /// A setting whose value on a rank is not that on rank 0.
@@ -34,7 +34,7 @@ impl World {
     ///
     /// If the value can't be serialized.
     pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        value::all_from_bytes(&self.comm().all_gather_bytes(value::to_bytes(value))?)
+        value_bytes::all_from_bytes(&self.comm().all_gather_bytes(value_bytes::to_bytes(value))?)
     }
 
     /// Returns the values of all ranks on rank `root`, and `None` on the others.
@@ -51,8 +51,8 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<Option<Vec<T>>> {
-        let all = self.comm().gather_bytes(value::to_bytes(value), root)?;
-        all.map(|all| value::all_from_bytes(&all)).transpose()
+        let all = self.comm().gather_bytes(value_bytes::to_bytes(value), root)?;
+        all.map(|all| value_bytes::all_from_bytes(&all)).transpose()
     }
 
     /// Returns the value of rank `root` on every rank. The values of the other ranks are ignored.
@@ -70,8 +70,8 @@ impl World {
         root: usize,
     ) -> Result<T> {
         // Only the root's bytes are sent.
-        let bytes = if self.rank() == root { value::to_bytes(value) } else { vec![] };
-        value::from_bytes(root, &self.comm().broadcast_bytes(bytes, root)?)
+        let bytes = if self.rank() == root { value_bytes::to_bytes(value) } else { vec![] };
+        value_bytes::from_bytes(root, &self.comm().broadcast_bytes(bytes, root)?)
     }
 
     /// Returns `true` on every rank if any rank gives `true`.
@@ -114,14 +114,17 @@ impl World {
         T: Serialize + DeserializeOwned,
         D: Serialize + DeserializeOwned,
     {
-        if unite(self.comm(), vec![], digest(&value::to_bytes(value)))?.is_some() {
+        if unite(self.comm(), vec![], digest(&value_bytes::to_bytes(value)))?.is_some() {
             return Ok(None);
         }
         // Only after a difference: the values may be long.
         let first = self.broadcast_value(value, 0)?;
-        let described = difference(&first, value).map(|difference| value::to_bytes(&difference));
+        let described =
+            difference(&first, value).map(|difference| value_bytes::to_bytes(&difference));
         let described = self.comm().first_bytes(described)?;
-        described.map(|(rank, bytes)| Ok((rank, value::from_bytes(rank, &bytes)?))).transpose()
+        described
+            .map(|(rank, bytes)| Ok((rank, value_bytes::from_bytes(rank, &bytes)?)))
+            .transpose()
     }
 
     /// Fails on all ranks if a setting differs on any of them.

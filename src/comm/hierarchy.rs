@@ -22,7 +22,7 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::counts::offsets;
-use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value};
+use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value_bytes};
 use crate::error::Result;
 use crate::slices;
 
@@ -108,8 +108,8 @@ impl Hierarchy {
     pub fn over(all: Communicator, name: &str) -> Result<Option<Self>> {
         // Through rank 0, so that the bytes sent to each rank do not grow with the number of ranks.
         let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
-        let bytes = names.map_or(vec![], |names| value::to_bytes(&Nodes::from_names(&names)));
-        let nodes: Nodes = value::from_bytes(0, &all.broadcast_bytes(bytes, 0)?)?;
+        let bytes = names.map_or(vec![], |names| value_bytes::to_bytes(&Nodes::from_names(&names)));
+        let nodes: Nodes = value_bytes::from_bytes(0, &all.broadcast_bytes(bytes, 0)?)?;
         let Some(nodes) = nodes.ranks(all.size()) else { return Ok(None) };
         let node_size = nodes[0].len();
         let find = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == all.rank());
@@ -285,6 +285,8 @@ impl Engine for Hierarchy {
     /// The ranks of a group that are in one node remain so.
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let group = self.all.split(color, key)?;
+        // A group may lie on fewer nodes, or on one. Their names are known here: no host is asked
+        // again.
         Ok(match Self::over(group.clone(), &self.node_index.to_string())? {
             Some(hierarchy) => Arc::new(hierarchy),
             None => group.into_engine(),
@@ -316,12 +318,13 @@ mod tests {
             assert_eq!(nodes(flat), Nodes::None);
         }
         let ranks = |nodes: Nodes, size| {
-            let received: Nodes = value::from_bytes(0, &value::to_bytes(&nodes)).unwrap();
+            let received: Nodes =
+                value_bytes::from_bytes(0, &value_bytes::to_bytes(&nodes)).unwrap();
             received.ranks(size)
         };
         assert_eq!(ranks(Nodes::Neighbours(2), 4), Some(vec![vec![0, 1], vec![2, 3]]));
         assert_eq!(ranks(Nodes::Of(vec![0, 1, 0, 1]), 4), Some(vec![vec![0, 2], vec![1, 3]]));
         assert_eq!(ranks(Nodes::None, 4), None);
-        assert!(value::to_bytes(&Nodes::Neighbours(8)).len() < 20);
+        assert!(value_bytes::to_bytes(&Nodes::Neighbours(8)).len() < 20);
     }
 }

@@ -89,6 +89,8 @@ impl Launch {
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         const BOTH: &str = "set both MASTER_ADDR and MASTER_PORT, or neither";
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        // In this order: a job of Slurm also sets its variables where mpirun or torchrun start the
+        // processes.
         let launcher = LAUNCHERS.iter().find(|[rank, ..]| variable(rank).is_some());
         let [rank_name, size_name, local_rank_name] = *launcher.ok_or_else(|| {
             absent(
@@ -114,6 +116,7 @@ impl Launch {
             return Err(invalid(rank_name, &rank.to_string(), &reason, "number the ranks from 0"));
         }
         let port = number("MASTER_PORT")?;
+        // torchrun keeps a store of its own at that port then: rank 0 takes the next one.
         let is_taken_by_torchrun =
             variable("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True");
         let port = port.map(|port| {

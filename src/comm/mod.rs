@@ -29,25 +29,25 @@ mod control;
 mod counts;
 mod devices;
 mod engine;
-#[cfg(feature = "processes")]
-mod exact_reduction;
 mod hierarchy;
-mod join;
 mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
 mod pending;
-mod reduce;
+#[cfg(feature = "processes")]
+mod reduce_by_exchange;
+mod sum_over_ranks;
 mod thread_rounds;
+mod uneven_batches;
 // Processes make external calls.
 #[cfg_attr(not(feature = "processes"), allow(dead_code))]
 mod rounds;
 mod sync;
 mod threads;
 mod validate;
-mod value;
+mod value_bytes;
 mod world;
 
 pub(crate) use agreement::{Difference, digest, unequal, unite};
@@ -57,7 +57,6 @@ pub(crate) use counts::received;
 #[doc(hidden)] // for engines of tests
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
-pub use join::{Join, Joined};
 pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
@@ -67,10 +66,11 @@ pub use nccl::{Buffer, CudaMemory, DeviceMemory, Order, StreamEvent};
 #[cfg(feature = "cuda")]
 pub use nccl::{Nccl, Reduction};
 pub use pending::Pending;
-pub use reduce::ReduceOp;
 pub(crate) use rounds::named;
+pub use sum_over_ranks::ReduceOp;
 #[doc(hidden)] // `World::threads` makes it
 pub use threads::Threads;
+pub use uneven_batches::{Join, Joined};
 pub(crate) use validate::exchanges;
 pub(crate) use world::message;
 pub use world::{DEADLINE, World};

@@ -10,8 +10,8 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::call::Call;
 use super::counts::offset;
-use super::thread_rounds::{Participant, PendingRound, ThreadRounds};
-use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value};
+use super::thread_rounds::{Participant, ThreadRounds};
+use super::{Engine, PairCounts, Pending, ReduceOp, sum_over_ranks, value_bytes};
 use crate::error::{Error, Result};
 use crate::slices;
 
@@ -62,13 +62,10 @@ impl Threads {
         self.participant.depart();
     }
 
-    fn arrive(&self, call: Call, payload: Payload) -> Result<PendingRound<Call, Payload>> {
-        Ok(self.participant.arrive(call, payload)?)
-    }
-
     /// Returns the bytes of all ranks. Waits for all ranks.
     fn collect_bytes(&self, call: Call, bytes: Vec<u8>) -> Result<Vec<Arc<[u8]>>> {
-        let payloads = self.arrive(call, Payload::Bytes(bytes.into()))?.collect()?.into_iter();
+        let payloads =
+            self.participant.arrive(call, Payload::Bytes(bytes.into()))?.collect()?.into_iter();
         let bytes = payloads.map(|payload| match payload {
             Payload::Bytes(bytes) => bytes,
             _ => unreachable!("{SAME_CALL}"),
@@ -85,8 +82,10 @@ impl Threads {
     ) -> Result<Pending> {
         let device = self.device.clone();
         let bytes = slices::bytes(&tensor);
-        let round = self.arrive(call, Payload::Tensor(Box::new(tensor)))?;
+        let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
+            // Each rank computes its own result when it waits for it: the last one to arrive does
+            // not work for all.
             let tensors = round.collect()?.into_iter().map(|payload| match payload {
                 Payload::Tensor(tensor) => *tensor,
                 _ => unreachable!("{SAME_CALL}"),
@@ -108,7 +107,7 @@ impl Threads {
         let elements = start..start + counts[self.rank()];
         self.start(call, tensor, move |tensors, device| {
             let parts = tensors.iter().map(|tensor| slices::slice(tensor, elements.clone()));
-            reduce::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
+            sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
         })
     }
 }
@@ -142,7 +141,9 @@ impl Engine for Threads {
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let call = Call::all_reduce(&tensor, op);
         let dtype = tensor.dtype();
-        self.start(call, tensor, move |tensors, device| reduce::parts(&tensors, op, dtype, device))
+        self.start(call, tensor, move |tensors, device| {
+            sum_over_ranks::parts(&tensors, op, dtype, device)
+        })
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
@@ -173,7 +174,7 @@ impl Engine for Threads {
         let expected = counts.received.clone();
         let bytes = slices::bytes(&tensor);
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
-        let round = self.arrive(call, payload)?;
+        let round = self.participant.arrive(call, payload)?;
         let participant = self.participant.clone();
         Ok(Pending::new(bytes, move || {
             let mut parts = vec![];
@@ -182,6 +183,7 @@ impl Engine for Threads {
                 let (start, count) = (offset(&sent, rank), sent[rank]);
                 if count != expected[from] {
                     let error = different_counts([from, rank], [count, expected[from]]);
+                    // At once: the sender cannot know what was expected of it.
                     participant.fail(error.to_string());
                     return Err(error);
                 }
@@ -244,12 +246,13 @@ impl Engine for Threads {
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         // Every rank offers a number for a new group; the first member's is used.
         let offer = (color, key, self.participant.new_group());
-        let offers = self.collect_bytes(Call::new("split"), value::to_bytes(&offer))?;
+        let offers = self.collect_bytes(Call::new("split"), value_bytes::to_bytes(&offer))?;
         let mut members: Vec<(usize, usize, u64)> = vec![];
         for (rank, bytes) in offers.iter().enumerate() {
-            let (of, key, group): (usize, usize, u64) = value::from_bytes(rank, bytes)?;
+            let (of, key, group): (usize, usize, u64) = value_bytes::from_bytes(rank, bytes)?;
             members.extend((of == color).then_some((key, rank, group)));
         }
+        // By key, and by rank where keys are equal, as in `MPI_Comm_split`.
         members.sort_unstable();
         let (_, _, group) = members[0];
         let ranks: Vec<usize> = members.into_iter().map(|(_, rank, _)| rank).collect();

@@ -116,15 +116,16 @@ impl Whole {
             true => parameter,
             false => {
                 let grad = clip(self.clipping.as_ref(), grad);
-                let both = (flat(parameter), Some(flat(grad)));
-                let parameter = WholeParameter {
+                let known = WholeParameter {
                     flag: 0,
                     shape: &shape,
                     lr: lr * self.lr,
                     origin: Origin { parameter: &self.parameter, element: 0, step: time },
                     factors: None,
                 };
-                let updated = self.update.step(both, parameter, (&mut slots, &mut own), None);
+                let state = (&mut slots, &mut own);
+                let (value, grad) = (flat(parameter), Some(flat(grad)));
+                let updated = self.update.step(value, grad, known, state, None);
                 if is_first {
                     ensure_computed(&self.parameter, &updated)?;
                 }

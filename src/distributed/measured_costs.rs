@@ -30,6 +30,8 @@ pub fn costs(
     });
     let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();
     distinct.sort_by_key(|(shape, dtype)| (*shape, dtype.size()));
+    // One type for each shape: costs are by shape alone, and the sort above has put the narrowest
+    // first.
     distinct.dedup_by_key(|(shape, _)| *shape);
     match source {
         CostSource::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
@@ -42,6 +44,7 @@ pub fn costs(
                 .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
             let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
             let all = world.gather_value(&world.agree(local)?, 0)?.unwrap_or_default();
+            // The slowest rank decides when a step ends.
             let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
             world.broadcast_value(&slowest, 0)
         }
@@ -56,6 +59,7 @@ fn measure(
     device: &Device,
 ) -> Result<ShapeCost> {
     let time = |count: usize| -> Result<f64> {
+        // Random values: a device may multiply zeros faster.
         let ones = Distribution::Normal(0.0, 1.0);
         let batch = Tensor::<3>::random([count, m, n], ones, (device, dtype));
         let run = || -> Result<f64> {
@@ -66,6 +70,7 @@ fn measure(
             Ok(start.elapsed().as_secs_f64())
         };
         run()?; // compiles and tunes
+        // The least: whatever else the machine does makes a run slower, and none faster.
         (0..REPETITIONS).try_fold(f64::INFINITY, |least, _| Ok(least.min(run()?)))
     };
     let (one, two) = (time(1)?, time(2)?);

@@ -99,6 +99,7 @@ impl Mesh {
     pub fn new(world: &World, axes: impl IntoIterator<Item = Axis>) -> Result<Self> {
         let axes: Vec<Axis> = axes.into_iter().collect();
         let described = describe(&axes);
+        // Before the check of sizes: ranks with other meshes get an error that names them.
         world.same_settings(&described, |first, other| {
             let [first, other] = [first, other].map(String::clone);
             (first != other).then(|| Difference { setting: "mesh".to_owned(), first, other })

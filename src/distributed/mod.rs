@@ -11,9 +11,8 @@
 //!
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
-mod agreement;
 mod config;
-mod cuts;
+mod dist_muon;
 #[doc(hidden)] // for the bench `scaling`
 pub mod forecast;
 mod layout;
@@ -22,12 +21,16 @@ mod learner;
 mod measured_costs;
 mod mesh;
 mod optimizer;
-mod per_parameter;
-mod place;
+mod placement_rules;
 pub mod plan;
+mod same_parameters;
+mod sliced_parameters;
 mod trainable;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
+pub use dist_muon::DistMuon;
+#[doc(hidden)]
+pub use dist_muon::{DistMuonState, Ownership};
 #[doc(inline)]
 pub use forecast::{MemoryForecast, RankMemory};
 pub use layout::{Keep, Layout, LayoutTable};
@@ -40,7 +43,4 @@ pub use mesh::{Axis, Mesh};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };
-pub use per_parameter::DistMuon;
-#[doc(hidden)]
-pub use per_parameter::{DistMuonState, Ownership};
-pub use place::Place;
+pub use placement_rules::Place;

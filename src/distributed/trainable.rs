@@ -9,8 +9,8 @@ use burn::optim::join_path;
 use burn::tensor::DType;
 
 use crate::blocks::Blocks;
-use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::{Parameter, Slice, Slices, Work};
+use crate::distributed::sliced_parameters::Cuts;
 use crate::error::Result;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};

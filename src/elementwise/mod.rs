@@ -29,12 +29,12 @@
 //! (Chen et al., <https://arxiv.org/abs/2302.06675>), in Burn's operations on all backends. Its
 //! momentum has the parameter's type, but float32 for float16.
 
-mod adamw;
+mod adamw_config;
 mod config;
-mod lion;
+mod lion_config;
 mod optimizer;
 
-pub use adamw::AdamWConfig;
+pub use adamw_config::AdamWConfig;
 pub use config::ElementwiseConfig;
-pub use lion::LionConfig;
+pub use lion_config::LionConfig;
 pub(crate) use optimizer::{Elementwise, ElementwiseState};

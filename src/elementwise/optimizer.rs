@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::update::{
     CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
     Place, Reserved, Resumable, RoleFactors, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
-    clip, ensure_rate, missing, of_another, unflatten_burns,
+    UpdateTensors, clip, ensure_rate, missing, of_another, unflatten_burns,
 };
 
 /// The elementwise optimizer of one parameter.
@@ -157,8 +157,8 @@ impl Elementwise {
         }];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
-        let both = (vec![flat(parameter)], vec![flat(grad)]);
-        let mut updated = self.update.step(both, slots, elements, &controls, &parameters, None);
+        let tensors = UpdateTensors { values: vec![flat(parameter)], gradients: vec![flat(grad)] };
+        let mut updated = self.update.step(tensors, slots, elements, &controls, &parameters, None);
         for (slot, correction) in self.update.rule.corrections().iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
     use crate::backend::KernelPolicy;
     use crate::elementwise::{AdamWConfig, ElementwiseConfig};
-    use crate::skips::lacks;
+    use crate::skipped_tests::lacks;
     use crate::update::{Ledger, MasterWeights, Precision, StateDtype};
 
     /// The square of such a gradient is zero in float16, so the step after it would be divided by

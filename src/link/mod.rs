@@ -22,7 +22,7 @@
 //! ```
 
 mod autodiff;
-mod clock;
+mod backward_order;
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use burn::tensor::Tensor;
 pub(crate) use autodiff::identity;
 pub use autodiff::supports;
 #[doc(hidden)]
-pub use clock::{Clock, Depth};
+pub use backward_order::{Clock, Depth};
 
 type Backward = Arc<dyn Fn(Tensor<1>) -> Option<Tensor<1>> + Send + Sync>;
 type Forward = Arc<dyn Fn(Tensor<1>) -> Tensor<1> + Send + Sync>;

@@ -16,7 +16,7 @@ use crate::slices::expand;
 use crate::update::{
     Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
     MuonUpdate, ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots,
-    TIME, ensure_rate, parts,
+    TIME, UpdateTensors, ensure_rate, parts,
 };
 
 /// The names of the slots that every state has. Slots of the configured parts may follow.
@@ -261,8 +261,9 @@ impl Muon {
             first,
             iterations: Cell::default(),
         };
-        let (gradients, values) = (vec![grad.reshape([-1])], vec![parameter.reshape([-1])]);
-        let (mut updated, flags) = update.step(&batch, gradients, values, state, flags, None);
+        let (values, gradients) = (vec![parameter.reshape([-1])], vec![grad.reshape([-1])]);
+        let tensors = UpdateTensors { values, gradients };
+        let (mut updated, flags) = update.step(&batch, tensors, state, flags, None);
         Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
     }
 }

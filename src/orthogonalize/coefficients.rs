@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::minimax::{Composition, scaled};
+use super::polar_express::{Composition, scaled};
 use crate::backend::Polynomial;
 use crate::checks::ensure_decay;
 use crate::error::{Error, Result};

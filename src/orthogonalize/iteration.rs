@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use super::config::{IterationForm, NewtonSchulzConfig, Normalization};
-use super::plan::{IterationPlan, Planner};
+use super::iteration_plan::{IterationPlan, Planner};
 use super::{gram, restarts, standard};
 use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
@@ -292,9 +292,9 @@ mod tests {
     use super::*;
     #[cfg(feature = "cuda")]
     use crate::{
+        cuda_stand_in::{self, StandIn},
         orthogonalize::IterationDtype,
-        skips::excused,
-        stand_in::{self, StandIn},
+        skipped_tests::excused,
     };
 
     #[test]
@@ -342,7 +342,7 @@ mod tests {
     fn on_the_stand_in(test: &str, body: impl FnOnce()) {
         let (_, test) = test.split_once("::").expect("a module is in a crate");
         let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/cubecl_kernels/tests/driver");
-        if let Err(missing) = stand_in::run(test, sources.as_ref(), body) {
+        if let Err(missing) = cuda_stand_in::run(test, sources.as_ref(), body) {
             excused(missing);
         }
     }

@@ -18,14 +18,14 @@ mod config;
 pub mod cost;
 mod gram;
 mod iteration;
-mod minimax;
-mod plan;
+mod iteration_plan;
+mod polar_express;
 pub mod restarts;
-mod rounding;
+mod rounding_errors;
 mod standard;
 
 pub use crate::backend::Polynomial;
 pub use coefficients::Coefficients;
 pub use config::{IterationDtype, IterationForm, NewtonSchulzConfig, Normalization};
 pub use iteration::NewtonSchulz;
-pub use plan::IterationPlan;
+pub use iteration_plan::IterationPlan;

@@ -3,8 +3,8 @@
 //! The Gram form does not read `X` between restarts. There, a rounding error of `R = X X^T` grows
 //! by up to `a^2` per step. Its size is set by the largest eigenvalue of `R`, and singular values
 //! that a step reduces by cancellation in `Z + a I` receive all of it. Restarts are chosen by the
-//! resulting error of the Gram form relative to the standard form's, both predicted for a
-//! number of spectra (`rounding.rs`). `docs/design/precision.md` compares the predictions with
+//! resulting error of the Gram form relative to the standard form's, both predicted for a number of
+//! spectra (`rounding_errors.rs`). `docs/design/precision.md` compares the predictions with
 //! measurements.
 
 use std::collections::{BTreeMap, HashMap};
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use burn::tensor::FloatDType;
 
 use super::config::Normalization;
-use super::rounding::{Arithmetic, Errors, Spectrum};
+use super::rounding_errors::{Arithmetic, Errors, Spectrum};
 use crate::backend::Polynomial;
 
 /// The largest predicted error of the Gram form, in multiples of the standard form's. It is a

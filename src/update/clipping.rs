@@ -13,6 +13,7 @@ pub(crate) fn clip<const D: usize>(
 ) -> Tensor<D> {
     match config {
         None => grad,
+        // NaN stays NaN, and an infinite element becomes the limit: rejection comes before.
         Some(&GradientClippingConfig::Value(limit)) => grad.clamp(-limit, limit),
         Some(&GradientClippingConfig::Norm(limit)) => {
             let norms = ScaledNorms::of_rows(grad.clone().reshape([1, -1]));

@@ -4,13 +4,14 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::UpdateTensors;
 use super::ledger::{Ledger, UpdatedBy};
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
-use super::observations::Observations;
 use super::precision::Precision;
 use super::rounding::Origin;
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
+use super::step_norms::Observations;
 use super::step_size::StepSize;
 use crate::backend::{
     AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,
@@ -110,6 +111,8 @@ pub(crate) fn unflatten_burns(
     device: &Device,
 ) -> Option<(Slots, usize)> {
     let time = source.take_scalar(prefix, BURNS_TIME)?.try_into().ok()?;
+    // A state of Burn's AMSGrad is refused: without its third moment the run would change in
+    // silence.
     if source.take_tensor(prefix, BURNS_LARGEST).is_some() {
         return None;
     }
@@ -200,6 +203,7 @@ impl ElementwiseUpdate {
     /// The largest usable gradient of parameters of a type.
     pub fn largest_gradient(&self, parameter: DType) -> f64 {
         match (self.rule, parameter) {
+            // Lion takes signs, and squares nothing.
             (ElementwiseRule::Lion(_), _) => f64::MAX,
             (ElementwiseRule::AdamW(_), DType::F64) => f64::MAX.sqrt(),
             // The second moment holds its square. A little below the root, whose square rounds to
@@ -225,7 +229,7 @@ impl ElementwiseUpdate {
     /// `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradients): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        UpdateTensors { values, gradients }: UpdateTensors,
         state: &mut Slots,
         elements: usize,
         controls: &AdamWControls<'_>,
@@ -239,6 +243,7 @@ impl ElementwiseUpdate {
         let rows: Vec<_> = parameters.iter().map(|parameter| parameter.rows).collect();
         let firsts: Vec<usize> = rows.iter().map(|row| row.first).collect();
         let values = self.precision.widen(values, &firsts, state);
+        // The type after widening, in which everything is computed.
         let precise = values[0].dtype();
         let old = observations.is_some().then(|| values.clone());
         let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
@@ -280,6 +285,7 @@ impl ElementwiseUpdate {
             let names = parameters.iter().map(|parameter| parameter.origin.parameter);
             names.for_each(|name| entries.add(name, self.rule.updates()));
         }
+        // Random rounding depends on the place in the parameter, and not on the rank.
         let origins = parameters.iter().map(|parameter| parameter.origin);
         self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)
     }

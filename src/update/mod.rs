@@ -15,48 +15,56 @@
 //! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
 mod clipping;
+mod custom;
 mod elementwise;
+mod idle_matrices;
 mod ledger;
 mod lr_scale;
 mod momentum;
 mod muon;
-mod observations;
 pub mod parts;
 mod precision;
-mod resumed;
+mod refused_states;
 mod rounding;
-mod skipped;
-mod stacks;
+mod skip_counts;
 mod state;
+mod step_norms;
 mod step_size;
-mod whole;
+
+use burn::tensor::Tensor;
 
 pub(crate) use clipping::clip;
+pub(crate) use custom::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
     ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
+pub(crate) use idle_matrices::Clocks;
 pub(crate) use ledger::{Entries, Ledger};
 pub use ledger::{IterationUsed, UpdatedBy};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
 pub(crate) use muon::{MuonBatch, MuonParameter, MuonPart, MuonUpdate, TIME};
-pub(crate) use observations::{Observations, SUMS};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
-pub(crate) use resumed::{
+pub(crate) use refused_states::{
     OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
 };
 pub(crate) use rounding::Origin;
-pub use skipped::SkippedSteps;
-pub(crate) use skipped::{Place, Reserved};
-pub(crate) use stacks::Clocks;
+pub use skip_counts::SkippedSteps;
+pub(crate) use skip_counts::{Place, Reserved};
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
+pub(crate) use step_norms::{Observations, SUMS};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
-pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
+
+/// The tensors of a step, flat, in the order of its parameters.
+pub(crate) struct UpdateTensors {
+    pub values: Vec<Tensor<1>>,
+    pub gradients: Vec<Tensor<1>>,
+}
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

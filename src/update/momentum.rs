@@ -88,6 +88,8 @@ impl MomentumConfig {
         let keep = self.momentum.at(time);
         let fresh = match self.form {
             MomentumForm::Average => 1.0 - keep,
+            // As in PyTorch's SGD: the sum is larger by `1 / (1 - keep)`, which the iteration
+            // removes.
             MomentumForm::Sum => 1.0,
         };
         Weights { keep, fresh }
@@ -107,6 +109,7 @@ impl MomentumConfig {
         let old = stored.cast(update.dtype()).reshape(keep.dims());
         let sum = mask.select(old.clone() * keep.clone() + fresh.clone(), old);
         state.put(MOMENTUM_WEIGHT, sum.clone().reshape([-1]).cast(dtype));
+        // The update looks one step ahead, and so does the sum of its weights.
         let sum = if self.nesterov { sum * keep + fresh } else { sum };
         // Zero before the first step that is not skipped, whose update is zero.
         update / sum.clamp_min(f32::MIN_POSITIVE)

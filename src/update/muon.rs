@@ -6,16 +6,17 @@ use std::iter::repeat_n;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
+use super::UpdateTensors;
 use super::clipping::clip;
+use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::ledger::Ledger;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
-use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
-use super::stacks::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::state::{Slot, Slots};
+use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
@@ -114,6 +115,8 @@ impl MuonBatch<'_> {
     fn unchanged(&self, diverged: &Tensor<1>, idle: &Idle) -> FiniteMask {
         let rejected = idle.or((self.by_matrix)(self.flags(diverged)));
         let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
+        // A matrix stays as it is for any of three reasons: its gradient, the lack of one, or its
+        // iteration.
         FiniteMask::from_rows(rejected.max_pair(diverged))
     }
 }
@@ -270,6 +273,8 @@ impl MuonUpdate {
     /// step. In half precision a value has further digits, or a rounding, of its own. Only the
     /// state of a stack has its matrices' positions in the schedule of the decay.
     pub fn separates(&self, is_stack: bool, parameter: DType) -> bool {
+        // The ranks with slices do not have the counts of a stack's matrices, which their decay
+        // depends on.
         let decays_by_clock = is_stack && self.weight_decay.rate().settled() > 0;
         !is_half(parameter)
             && !decays_by_clock
@@ -287,6 +292,8 @@ impl MuonUpdate {
         (state, clocks): (&Slots, &mut Clocks),
     ) -> Vec<Section> {
         let [m, n] = batch.matrices.shape;
+        // After this many steps no schedule moves any more, and the counts on the device need not
+        // be read.
         let settled = self.momentum.momentum.settled().max(self.weight_decay.rate().settled());
         let parameters = batch.parameters.iter().zip(lengths);
         let parameters =
@@ -308,19 +315,20 @@ impl MuonUpdate {
     pub fn step(
         &self,
         batch: &MuonBatch<'_>,
-        gradients: Vec<Tensor<1>>,
-        values: Vec<Tensor<1>>,
+        UpdateTensors { values, gradients }: UpdateTensors,
         (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
         let (shape @ [count, m, n], parameters) = (batch.shape(), batch.parameters);
+        // Master weights of a batch are one tensor: each parameter has its range of it.
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
         let sections = self.sections(batch, &lengths(&values), (state, clocks));
         let inputs = Inputs { batch, sections: &sections, values: Some(&values) };
         let Direction { direction, diverged, idle, errors, known } =
             self.direction(inputs, gradients, state, diverged, observations.is_some());
+        // Only for an observed step: a second reference keeps the kernels from writing in place.
         let old = errors.is_some().then(|| values.clone());
 
         let step = |section: &Section| {
@@ -328,17 +336,21 @@ impl MuonUpdate {
             self.size(lr, batch.matrices, section.time).step(flag)
         };
         let steps: Vec<_> = sections.iter().map(step).collect();
+        // The kernel reads one list of flags for matrices, to which the idle ones are added.
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
-        let values = stacks::divided(values, &sections, m * n);
+        let values = idle_matrices::divided(values, &sections, m * n);
         let values = apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
-        let mut values = stacks::joined(values, &sections);
+        let mut values = idle_matrices::joined(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
             let old = joined(&values, shape);
             let new = self.apply_parts(Stage::Parameter, old.clone(), state, &known, &mask);
+            // A part may divide by a norm of zero: matrices that stay must not see its result.
             values = split_like(mask().select(new, old), &values);
         }
+        // After the update, and in float32, so that master weights are scaled as well; also where
+        // the gradient was rejected.
         let values = scaled_by(values, parameters.iter().map(|p| p.factors.as_ref()));
         if let Some(((observations, errors), old)) = observations.zip(errors).zip(old) {
             let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
@@ -373,6 +385,8 @@ impl MuonUpdate {
         let inputs = Inputs { batch, sections: &sections, values: None };
         let Direction { direction, diverged, idle, .. } =
             self.direction(inputs, gradients, state, diverged, false);
+        // The ranks that apply it have no flags of these matrices: NaN says it in the message
+        // itself.
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -415,7 +429,7 @@ impl MuonUpdate {
         let precise = precise_dtype(batch.dtype);
         let clipped = |gradient: Tensor<1>| clip(self.clipping.as_ref(), gradient).cast(precise);
         let gradients = gradients.into_iter().map(clipped).collect();
-        let gradients = stacks::divided(gradients, sections, m * n);
+        let gradients = idle_matrices::divided(gradients, sections, m * n);
         let weights = sections.iter().map(|section| self.momentum.weights(section.time)).collect();
         let started = Started { inputs, weights, idle, diverged };
 
@@ -425,6 +439,7 @@ impl MuonUpdate {
         // A part would make them the norms of another tensor.
         let norms = norms.filter(|_| !self.prepares());
         let update = self.apply_parts(Stage::Before, update, state, &known, &|| started.mask());
+        // Computed only where a part reads it: a norm is a pass over the batch.
         known.update_norm = self
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
@@ -484,6 +499,7 @@ impl MuonUpdate {
         let lengths = lengths(&gradients);
         let mut gradient = joined(&gradients, batch.shape());
         if let Some(factor) = batch.factor {
+            // Before the parts, which must see the gradient that the momentum would see.
             gradient = scaled(gradient, factor.clone());
         }
         // NaN in a rejected gradient must not reach the state of a part, nor other matrices by a
@@ -522,6 +538,7 @@ impl MuonUpdate {
                 MomentumStep { flag, keep, fresh }
             })
             .collect();
+        // Taken out, so that it has one reference and is updated in place.
         let momentum = state.take(MOMENTUM);
         // A momentum that is stored as bfloat16 is averaged in float32.
         let stored = momentum.dtype();

@@ -80,6 +80,7 @@ impl Precision {
         match self.master {
             _ if !is_half(parameter) => None,
             MasterWeights::Full => slot(MASTER, SlotDtype::F32),
+            // bfloat16 is the upper half of a float32: 16 bits are all that is missing.
             MasterWeights::Mantissa => slot(MANTISSA, SlotDtype::Int16),
             MasterWeights::None | MasterWeights::Stochastic { .. } => None,
         }
@@ -136,6 +137,7 @@ impl Precision {
                 // A master that does not round to the parameter is of an old value: the parameter
                 // was changed by hand, or loaded.
                 let is_same = rounded(stored.clone(), half).equal(published.clone());
+                // Element by element: an edit of some values keeps the digits of the others.
                 published.cast(DType::F32).mask_where(is_same, stored)
             }
             MasterWeights::Mantissa => {

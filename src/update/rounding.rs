@@ -60,6 +60,7 @@ impl Origin<'_> {
         let mut z = seed;
         let parameter = crc32fast::hash(self.parameter.as_bytes()).into();
         for part in [parameter, self.step as u64] {
+            // SplitMix64 (Steele, Lea and Flood, 2014), whose constants these are.
             z = (z ^ part).wrapping_add(0x9E37_79B9_7F4A_7C15);
             z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
             z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -101,6 +102,7 @@ pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin<'_
     let distance = (x - nearest.clone()).abs();
     let uniform = origin.uniform(seed, gap.dims()[0], &gap.device());
     // An infinite neighbour is never chosen: its distance is infinite.
+    // With the probability `distance / gap`, so that the mean is `x`.
     let moves = (uniform * gap).lower(distance);
     nearest.mask_where(moves, other).cast(half)
 }
@@ -115,6 +117,8 @@ const LOW_DIGITS: f64 = 65_536.0;
 pub(super) fn split(x: Tensor<1>) -> (Tensor<1>, Tensor<1>) {
     let nearest = rounded(x.clone(), DType::BF16).cast(DType::F32);
     let other = neighbour(&nearest, &x, DType::BF16);
+    // A tie has two nearest values, of which devices choose either: the upper one is taken here, on
+    // all of them.
     let is_tie = (other.clone() - x.clone()).equal(x.clone() - nearest.clone());
     let rounds_up = is_tie.bool_and(other.clone().greater(nearest.clone()));
     let high = nearest.clone().mask_where(rounds_up.clone(), other.clone());
@@ -141,7 +145,7 @@ mod tests {
 
     use super::*;
     use crate::checks::rounds_to;
-    use crate::skips::lacks;
+    use crate::skipped_tests::lacks;
 
     fn tensor(values: &[f32]) -> Tensor<1> {
         Tensor::from_data(TensorData::from(values), (&Device::default(), DType::F32))

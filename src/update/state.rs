@@ -148,6 +148,7 @@ enum Stored {
 impl Stored {
     fn new(values: Tensor<1>, dtype: SlotDtype) -> Self {
         match dtype {
+            // Stored as integers, for half of the memory; read as float32.
             SlotDtype::Int16 => Self::Int16(values.cast(IntDType::I16)),
             SlotDtype::Precise | SlotDtype::F32 | SlotDtype::BFloat16 => Self::Float(values),
         }
@@ -298,6 +299,8 @@ impl Slots {
         parameter: DType,
         device: &Device,
     ) {
+        // Files of older versions and of other precisions do not have these; zeros mean that
+        // nothing is known.
         let is_missing = |slot: &&Slot| slot.is_optional() && self.value(slot.name).is_none();
         let missing: Vec<Slot> = table.iter().filter(is_missing).copied().collect();
         self.values.extend(Self::zeros(&missing, batch, shape, parameter, device).values);
@@ -338,6 +341,8 @@ impl Slots {
     /// Writes all values to a record.
     pub fn flatten(&self, prefix: &str, out: &mut StateSink) {
         for (name, Value { recorded, .. }) in &self.values {
+            // Records have the shape of the parameter or of its rows, as Burn's have, and not the
+            // flat one.
             let (bytes, _, dtype) = self.get(name).into_data().into_parts();
             out.push_tensor(prefix, name, TensorData::from_bytes(bytes, recorded.clone(), dtype));
         }

@@ -95,6 +95,7 @@ impl StepSize {
             WeightDecay::CautiousScaled(_) => (scaled, true),
             WeightDecay::Independent(_) => (1.0, false),
             WeightDecay::SquaredRate(_) => (lr * lr, false),
+            // It has been added to the gradient.
             WeightDecay::Coupled(_) => (0.0, false),
         };
         let coupled = if matches!(weight_decay, WeightDecay::Coupled(_)) { rate } else { 0.0 };

@@ -6,7 +6,6 @@ mod collectives;
 mod custom;
 mod cuts;
 mod drift;
-mod hunt;
 mod nodes;
 mod owned;
 mod parallel;
@@ -14,6 +13,7 @@ mod parts;
 mod precision;
 mod publication;
 mod qk_clip;
+mod random_cases;
 mod rejections;
 mod schedules;
 mod shapes;
@@ -91,7 +91,8 @@ fn main() {
     let passes_here =
         [owned::IN_PROCESS, publication::IN_PROCESS, parallel::IN_PROCESS, cuts::IN_PROCESS];
     let passes =
-        [&passes()[..], &passes_here.concat(), unused::IN_PROCESS, hunt::IN_PROCESS].concat();
+        [&passes()[..], &passes_here.concat(), unused::IN_PROCESS, random_cases::IN_PROCESS]
+            .concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));

@@ -12,7 +12,7 @@ mod extremes;
 mod forecast;
 mod guide;
 mod guide_fragments;
-mod idle;
+mod idle_matrices;
 #[cfg(feature = "train")]
 mod learner;
 mod link;
@@ -22,7 +22,6 @@ mod mpi;
 mod mutations;
 mod optimizer;
 mod orthogonalize;
-mod params;
 mod parts;
 mod precision;
 mod qk_clip;
@@ -30,10 +29,11 @@ mod recipes;
 mod resuming;
 mod routing;
 mod saver;
-mod skips;
+mod skipped_tests;
 mod split;
 mod start;
 mod train_lm;
+mod unusual_parameters;
 
 /// A visible skip instead of the learner's tests.
 #[cfg(not(feature = "train"))]

@@ -77,6 +77,7 @@ pub fn update_momentum(
     if batch.is_empty() {
         return Ok(());
     }
+    // The units of a cube add up their norms, for which they have to wait for each other.
     let units = exchanging_units(&client.properties().hardware, UNITS);
     let arguments = Arguments { buffers: 1, numbers: 5, shared: 5, address: batch.address_type() };
     for group in launch_groups(client, inputs, arguments, |input| input.grad.shape()) {
@@ -138,11 +139,13 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
 ) {
     let row = cube_row();
     let (index, grad_row) = locate_row(first_rows, end_rows, row);
+    // The grid may be rounded up: cubes past the last row have nothing to do.
     if index >= grads.len() {
         terminate!();
     }
     let is_updated = rejected[number_of(flags, index)] == 0.0;
     let keep = Vector::<f32, N>::new(factor_of(keeps, index));
+    // Read once, before the loop: each is a branch over all tensors.
     let fresh = Vector::<f32, N>::new(factor_of(freshs, index));
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
@@ -156,6 +159,7 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
             if is_updated {
                 let mut grad = read(grads, index, grad_row * vectors + i);
                 if comptime!(scaled) {
+                    // In float32: the inverse of a loss scale may be zero in half precision.
                     grad *= Vector::new(factor[0]);
                 }
                 let grad = fresh * grad;
@@ -167,6 +171,8 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
                 s = scale;
                 q = squares;
             } else {
+                // A rejected gradient may be NaN: the iteration gets zeros, which it returns as
+                // zeros.
                 update[position] = Vector::new(F::new(0.0));
             }
         }
@@ -278,6 +284,7 @@ pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
         terminate!();
     }
     let matrix = base + row;
+    // Nothing is written: the parameter keeps its bits, without weight decay.
     if rejected[number_of(flags, index)] != 0.0 || diverged[first_diverged + matrix] != 0.0 {
         terminate!();
     }

@@ -278,6 +278,7 @@ pub(super) fn add_squares<N: Size>(scale: f32, squares: f32, x: Vector<f32, N>) 
     if largest > 0.0 {
         #[unroll]
         for j in 0..N::value() {
+            // At most 1, so that its square can't overflow; the largest element has exactly 1.
             let ratio = x.extract(j) / largest;
             sum += ratio * ratio;
         }
@@ -294,6 +295,7 @@ pub(super) fn add_partials(
     squares_b: f32,
 ) -> (f32, f32) {
     let scale = max(scale_a, scale_b);
+    // Two rows of zeros: 0 / 0 would be NaN.
     let divisor = max(scale, f32::new(f32::MIN_POSITIVE));
     let a = scale_a / divisor;
     let b = scale_b / divisor;

@@ -83,7 +83,9 @@ pub(crate) fn reject_kernel<F: Float, N: Size>(
         #[unroll]
         for j in 0..N::value() {
             let value = x.extract(j);
+            // NaN compares as false with everything, so it needs a question of its own.
             if value.is_nan() || value.is_inf() || value.abs() > largest {
+                // Only ever set, so that the flags of several launches are kept in one buffer.
                 flags[flag] = 1.0;
             }
         }

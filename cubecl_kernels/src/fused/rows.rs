@@ -93,6 +93,7 @@ impl Arguments {
     /// binds, and CUDA limits the bytes of its arguments: each buffer has a pointer and a length.
     fn max_tensors(self, client: &Client) -> usize {
         let bindings = client.properties().hardware.max_bindings as usize;
+        // One more for the buffer in which CubeCL passes numbers.
         let by_bindings = bindings.saturating_sub(self.shared + 1) / self.buffers;
         let length = self.address.size();
         let by_bytes = ARGUMENT_BYTES / (self.buffers * (8 + length) + self.numbers * length);
@@ -128,9 +129,12 @@ fn group_size(shapes: impl Iterator<Item = [usize; 2]>, max_tensors: usize) -> u
         rows += count;
         elements += count * length;
         are_short &= count * length <= SHORT;
+        // The grid has the length of the longest row for all: cubes past the end of shorter ones
+        // are launched for nothing.
         (are_short || tensors <= BRANCHES) && rows * longest - elements <= MAX_IDLE
     };
     match shapes.take(max_tensors).take_while(fits).count() {
+        // Powers of two: each number of tensors is a kernel to compile.
         many @ BRANCHES.. => 1 << many.ilog2(),
         few => few,
     }
@@ -159,6 +163,7 @@ impl RowGrid {
     ) -> Self {
         let lengths = tensors.clone().map(|tensor| tensor.elements).chain(steps.iter().copied());
         let vector_size = vector_size(client, dtypes, lengths);
+        // One width of vectors for all: a kernel has one type of buffer.
         let longest_row = tensors.clone().map(|tensor| tensor.elements).max().unwrap_or(0);
         let cubes_per_row = cubes_per_row(longest_row / vector_size);
         let grid = Self { vector_size, cubes_per_row, rows: 0, first_rows: vec![] };

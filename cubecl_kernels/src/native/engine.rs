@@ -5,12 +5,12 @@ use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::library::{Library, Plan};
-use super::module::{Module, Prepared, Scratch};
-use super::order::{DriverError, Ready, SideStream, in_relaxed_mode};
-use super::product::{ALIGNMENT, Element, Launch, Product};
-use super::recording::Recording;
-use super::tiles::TileShape;
+use super::cublaslt::{Library, Plan};
+use super::cuda_graphs::Recording;
+use super::launches::{ALIGNMENT, Element, Launch, Product};
+use super::ptx_module::{Module, Prepared, Scratch};
+use super::stream_order::{DriverError, Ready, SideStream, in_relaxed_mode};
+use super::tile_choice::TileShape;
 use super::{NotRun, Refusal, Work};
 
 /// `true` once a launch has failed: no native kernel runs in this process any more.

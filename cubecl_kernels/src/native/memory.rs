@@ -2,7 +2,7 @@
 
 use cudarc::driver::{DriverError, result, sys};
 
-use super::order::SideStream;
+use super::stream_order::SideStream;
 
 /// Memory of the device, freed when it is dropped.
 pub(super) struct Memory {

@@ -8,25 +8,25 @@
 //! installed, it computes the full products. The kernels are proved in an emulator of the
 //! instructions that they use, and multiplied exactly on an H200 (2026-11-26).
 
-mod devices;
+mod cublaslt;
+mod cuda_graphs;
 mod engine;
-mod library;
-mod load;
-mod measure;
+mod launches;
 mod memory;
-mod module;
-mod order;
-mod product;
-mod recording;
+mod per_device;
+mod ptx_module;
 mod self_test;
-mod tiles;
+mod stream_order;
+mod switch;
+mod tile_choice;
+mod time_products;
 
-pub(crate) use devices::Devices;
 pub use engine::Native;
-pub use load::unless_required;
-pub use measure::Measured;
-pub use order::{Claim, DriverError, Ready, SideEvent, SideStream, in_relaxed_mode};
-pub use product::{Element, Launch, Layout, PlusIdentity, Product};
+pub use launches::{Element, Launch, Layout, PlusIdentity, Product};
+pub(crate) use per_device::Devices;
+pub use stream_order::{Claim, DriverError, Ready, SideEvent, SideStream, in_relaxed_mode};
+pub use switch::unless_required;
+pub use time_products::Measured;
 
 /// The reason why native kernels do not run.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

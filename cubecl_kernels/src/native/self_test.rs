@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use super::Refusal;
 use super::engine::{Native, Queued};
-use super::measure::random;
+use super::launches::{Element, Launch, Layout, PlusIdentity, Product};
 use super::memory::Memory;
-use super::order::DriverError;
-use super::product::{Element, Launch, Layout, PlusIdentity, Product};
-use super::tiles::TileShape;
+use super::stream_order::DriverError;
+use super::tile_choice::TileShape;
+use super::time_products::random;
 
 /// A product whose result is known.
 struct Case {
@@ -405,7 +405,7 @@ fn computed(
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::super::tiles::Grid;
+    use super::super::tile_choice::Grid;
     use super::*;
 
     #[test]

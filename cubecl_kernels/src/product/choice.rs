@@ -38,6 +38,8 @@ type OperandLayout = ([usize; 3], [usize; 3], u32);
 const MAX_VECTOR_EXPONENT: u32 = 6;
 
 fn layout(matrices: &Matrices) -> OperandLayout {
+    // A choice depends on the alignment and not on the address: the key has the power of two that
+    // divides the offset, up to the widest vector.
     let offset = matrices.handle.offset_start.unwrap_or(0) as usize / matrices.dtype.size();
     (matrices.shape, matrices.strides, (offset | 1 << MAX_VECTOR_EXPONENT).trailing_zeros())
 }
@@ -74,6 +76,7 @@ impl Product<'_> {
             triangle: self.triangle,
             operands: [Some(self.a), Some(self.b), addend].map(|operand| operand.map(layout)),
         };
+        // Passed as a function, so that a test can refuse a tiling.
         let verify = |tiling: &Tiling| tiling.verify(client, self.a.dtype);
         get_or_compute(&CHOICES, key, || self.choose(client, verify).map(Arc::new))
     }
@@ -83,6 +86,7 @@ impl Product<'_> {
         let properties = client.properties();
         let dtype = self.a.dtype;
         let result = self.unallocated_result();
+        // A device without any tiling has none of this type.
         let mut last_error = Error::Dtype(dtype);
         for tiling in Tiling::by_suitability(properties, dtype, self.triangle, self.shape()) {
             let setup = self.validated_setup(client, &tiling, &result);

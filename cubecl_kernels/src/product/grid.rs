@@ -30,6 +30,8 @@ impl Triangle {
         let (rows, columns, batch) = (rows as u32, columns as u32, batch as u32);
         match self {
             Self::Full => CubeCount::Static(columns, rows, batch),
+            // Row `i` and row `n - 1 - i` have `n + 1` tiles together, or `n` where `n` is odd and
+            // a row stands alone: folded, the triangle is a rectangle without idle cubes.
             Self::Lower => CubeCount::Static(rows + 1 - rows % 2, rows.div_ceil(2), batch),
         }
     }

@@ -63,6 +63,7 @@ pub fn product_kernel<
     let vector_sizes = comptime!(MatmulVectorSizes { lhs: a_size, rhs: b_size, out: out_size });
     let properties = comptime::device_properties();
     let config = comptime!(G::expand_config(&properties, &blueprint, &dtypes, &vector_sizes));
+    // A kernel can't return an error while it is made: CubeCL collects this one.
     if comptime!(config.is_err()) {
         push_validation_error(config.err().unwrap().to_string());
         comptime!(return);
@@ -107,6 +108,7 @@ fn multiply_tile<MP: MatmulTypes, M: GlobalMatmul<(), MP>, O: Numeric>(
     let height = config.stage_config().elements_in_stage_m().runtime();
     let width = config.stage_config().elements_in_stage_n().runtime();
     let (_, m, inner) = operands.a.shape();
+    // Tiles of a triangle are square, so the rows of tiles are its columns as well.
     let (tile_row, tile_column) = cube_tile(m.div_ceil(height), triangle);
     let row = tile_row * height;
     let column = tile_column * width;
@@ -123,8 +125,10 @@ fn multiply_tile<MP: MatmulTypes, M: GlobalMatmul<(), MP>, O: Numeric>(
     M::execute(
         M::init_lhs_global_reader(a.slice_unchecked((row, 0), (height, inner)), (), config),
         M::init_rhs_global_reader(b.slice_unchecked((0, column), (inner, width)), (), config),
+        // The addend is no accumulator: `Output` adds it after the scaling, in float32.
         M::init_acc_global_reader(ComptimeOption::new_None(), (), config),
         M::init_global_writer(output.slice_mut_unchecked((row, column), (height, width)), config),
+        // All of the inner dimension: a product is never divided along it.
         (0, inner),
         config,
     );

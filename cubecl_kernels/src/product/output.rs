@@ -48,6 +48,7 @@ fn store<O: Numeric, P: Numeric, N: Size>(
 ) {
     let (offset, row, column) = position;
     let (_, rows, columns) = output.result.shape();
+    // Tiles may reach over the edges of the matrix, where nothing may be written.
     if row < rows && column < columns {
         let mut value = Vector::<f32, N>::cast_from(product) * Vector::new(output.alpha);
         #[comptime]
@@ -63,6 +64,8 @@ fn store<O: Numeric, P: Numeric, N: Size>(
             Triangle::Full => output.result.write((offset, row, column), rounded),
             Triangle::Lower => {
                 let size = N::value();
+                // A vector that lies below the diagonal is written at once; one that crosses it,
+                // element by element.
                 let last = column + comptime!(size as u32 - 1);
                 if last <= row {
                     output.result.write((offset, row, column), rounded);
@@ -74,6 +77,7 @@ fn store<O: Numeric, P: Numeric, N: Size>(
                     if last > row && column <= row {
                         output.elements.write((offset, row, column), element);
                     }
+                    // The diagonal is its own mirror image, and is written once.
                     if column < row {
                         output.elements.write((offset, column, row), element);
                     }
@@ -100,6 +104,7 @@ impl Layout for Unchanged {
     }
 
     fn to_source_pos_checked(&self, pos: BatchedCoords) -> (BatchedCoords, bool) {
+        // No check here, since `store` compares every position with the shape.
         (pos, true.runtime())
     }
 

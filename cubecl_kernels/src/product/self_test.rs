@@ -22,6 +22,8 @@ impl Tiling {
     pub fn passes_integer_test(&self, client: &Client, dtype: ElemType) -> Result<bool> {
         let [rows, _] = self.side();
         let depth = self.depth() as usize;
+        // Odd sizes have tiles at all edges; even ones have none, so that vectors are as wide as
+        // they can be.
         let odd = Trial { m: rows + 5, inner: 2 * depth + 3, columns: false, beta: None };
         let even = Trial { m: 2 * rows, inner: 4 * depth, columns: true, beta: Some(2.0) };
         Ok(odd.succeeds(client, self, dtype)? && even.succeeds(client, self, dtype)?)
@@ -43,6 +45,7 @@ impl Trial {
         let upload = |entries: &mut dyn Iterator<Item = i32>| {
             client.create_from_slice(&encode(entries.map(|x| x as f32), dtype))
         };
+        // From -2 to 2: small enough for exact products and sums, in half precision too.
         let value = |row: usize, j: usize| ((row * 31 + j * 17) % 5) as i32 - 2;
         let a = if columns {
             let entries = upload(&mut (0..m * inner).map(|i| value(i % m, i / m)));
@@ -70,6 +73,7 @@ impl Trial {
             let sum: i32 = (0..inner).map(|j| value(row, j) * value(column, j)).sum();
             sum as f32 + beta.unwrap_or(0.0) * added(row, column) as f32
         });
+        // Bits and not values: NaN would differ from everything.
         Ok(bytes.as_ref() == encode(expected, dtype))
     }
 }

@@ -84,6 +84,8 @@ impl Setup {
         let mut blueprint = BatchMatmulBlueprint::builder(tiling.kind(), scheme, plane, &problem)
             .partition_buffering(tiling.partition_buffering())
             .stage_buffering(G::num_stages().stage_buffering());
+        // The instructions of `Cmma` load whole tiles by themselves, which a swizzled layout would
+        // mix up.
         if properties.features.alignment && tiling.unit != Unit::Cmma {
             blueprint = blueprint.shared_swizzle(swizzles(&problem, tiling, &types, &sizes));
         }

@@ -90,6 +90,7 @@ impl Tiling {
                 true => for_planes(unit, dtype, tile),
                 false => for_narrow_planes(unit, tile),
             });
+        // Always there: every device can multiply in registers.
         let on_units = for_units(&properties.hardware);
         match wide {
             true => on_matrix_units.chain(on_units).collect(),
@@ -115,7 +116,10 @@ impl Tiling {
         candidates.sort_by_key(|tiling| {
             let [rows, columns] = tiling.side();
             let cubes = k * triangle.cubes(m.div_ceil(rows), n.div_ceil(columns));
+            // Of equal loads, a tiling that leaves processors idle comes last.
             let fills = cubes >= processors.map_or(SOFTWARE_CUBES, |count| count as usize);
+            // The work of the processor with the most cubes: what it multiplies, and what it reads
+            // for that.
             let load = processors.map_or(0, |count| {
                 let cost = rows * columns + READ_COST * (rows + columns);
                 LATENCY_COST.max(cubes.div_ceil(count as usize) * cost)
@@ -178,6 +182,7 @@ const TF32: ElemType = ElemType::Float(FloatKind::TF32);
 /// Sums are float32.
 pub(super) fn types(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> MatmulElems {
     let mut types = MatmulElems::from_single_dtype(dtype);
+    // Sums in half precision would lose most of a long inner dimension.
     (types.acc_global, types.acc_stage, types.acc_register) = (F32, F32, F32);
     if unit != Unit::Registers && dtype == F32 && properties.supports_type(TF32) {
         (types.lhs_stage, types.rhs_stage) = (TF32, TF32);
@@ -197,6 +202,7 @@ fn instruction(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> Op
             && config.cd_type == F32
     };
     let square = |config: &MmaConfig| config.m.min(config.n);
+    // Square instructions first: they read the fewest elements for each product.
     let best = offered.iter().filter(fits).max_by_key(|config| (square(config), config.k))?;
     Some([best.m, best.n, best.k])
 }
@@ -208,6 +214,7 @@ fn instruction(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> Op
 /// spills on some architectures. distmuon's `docs/results/kernels.md` lists the registers of each.
 fn for_planes(unit: Unit, dtype: ElemType, tile: [u32; 3]) -> Vec<Tiling> {
     use Buffering::{Double, Single};
+    // In half precision only: in float32, two stages of it take 64 KiB of shared memory.
     let large = (dtype.size() == 2).then_some((Double, [32, 64], [4, 2]));
     let others = [(Double, [32, 32], [2, 2]), (Single, [16, 32], [2, 1])];
     let tiling = |(buffering, block, stage): (_, [u32; 2], _)| Tiling {

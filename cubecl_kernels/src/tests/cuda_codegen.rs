@@ -35,7 +35,7 @@ use cubecl_cpp::{register_supported_types, target::Cuda};
 
 use super::any_device;
 use crate::product::{Product, Tiling, Triangle, Unit};
-use crate::skips::excused;
+use crate::skipped_tests::excused;
 use crate::{Matrices, fused, gram, identity, mirror};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);

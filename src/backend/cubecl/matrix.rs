@@ -11,7 +11,7 @@ use distmuon_kernels::product::{Product, Triangle};
 use distmuon_kernels::{Matrices, Result, add_identity, gram, units};
 
 #[cfg(feature = "cuda")]
-use super::native;
+use super::hopper;
 use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
@@ -111,7 +111,7 @@ impl MatrixOps for CubeBackend {
             |x| into_contiguous(program.compute::<Self>(x, Products::Backend { tuned }, |x| x));
         #[cfg(feature = "cuda")]
         if _native {
-            return native::iterate(x, &program, tuned, &others);
+            return hopper::iterate(x, &program, tuned, &others);
         }
         others(x)
     }

@@ -2,9 +2,9 @@
 
 mod adamw;
 mod failure;
-mod matrix;
 #[cfg(feature = "cuda")]
-mod native;
+mod hopper;
+mod matrix;
 mod primitives;
 mod product;
 mod step;
@@ -14,9 +14,9 @@ mod tune;
 #[cfg(feature = "cuda")]
 pub(crate) use failure::Failure;
 pub(crate) use failure::first_failure;
-pub(super) use matrix::{kernel, max_small_rows};
 #[cfg(feature = "cuda")]
-pub(super) use native::native_kernels;
+pub(super) use hopper::native_kernels;
+pub(super) use matrix::{kernel, max_small_rows};
 #[cfg(feature = "cuda")]
 pub(crate) use primitives::{from_primitive, primitive};
 pub(super) use tensors::{has_tf32, serves};

@@ -69,6 +69,7 @@ pub(super) fn fastest(client: &Client, device: &CubeDevice, product: &Product) -
 
 /// Returns the candidates for a type on a device, and their key in the tuner.
 fn candidates(client: &Client, device: &CubeDevice, dtype: ElemType) -> (String, Arc<Set>) {
+    // By type as well: devices multiply some types by other units.
     let id = format!("{}-{dtype:?}", CubeTuneId::new(client, device));
     let of_device = client.clone();
     let set = TUNER.init(&id, move || {
@@ -87,6 +88,7 @@ fn candidates(client: &Client, device: &CubeDevice, dtype: ElemType) -> (String,
 fn key(product: &Product) -> String {
     let layout = |matrices: &Matrices| format!("{:?} at {:?}", matrices.shape, matrices.strides);
     let Product { a, b, addend, triangle, .. } = product;
+    // An addend is one more matrix to read, which may change the order of the candidates.
     let added = if addend.is_some() { "plus" } else { "alone" };
     format!("{triangle:?} {} by {} {added}", layout(a), layout(b))
 }
@@ -95,6 +97,7 @@ impl Operands {
     fn by(&self, candidate: Candidate) -> Result<Float, String> {
         match candidate {
             Candidate::Tiling(tiling) => {
+                // Before it is measured: a kernel that is fast and wrong must not win.
                 let verified = tiling.verify(&self.tensor.client, self.lhs.dtype);
                 let product = verified.and_then(|()| self.multiply_with(&tiling));
                 product.map_err(|error| error.to_string())
@@ -169,7 +172,7 @@ mod tests {
 
     use super::*;
     use crate::backend::cubecl::primitives::primitive;
-    use crate::skips::excused;
+    use crate::skipped_tests::excused;
 
     fn random(shape: [usize; 3]) -> Tensor<3> {
         Tensor::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::default())

@@ -10,10 +10,10 @@ mod authentication;
 mod call_board;
 mod endpoint;
 mod heartbeat_times;
-mod link;
-mod peer;
+mod member_connection;
 mod protocol;
 mod server;
+mod server_connection;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 pub use authentication::random_secret;
 pub use endpoint::Endpoint;
-use link::{Answer, Link, Waiting};
+use member_connection::{Answer, Link, Waiting};
 use protocol::{MAX_CALL, Op, Outcome, Request};
 
 use super::rounds::{Failure, WaitPoint};
@@ -305,7 +305,5 @@ fn split_parts(lengths: &[usize], mut bytes: &[u8]) -> Vec<Vec<u8>> {
     lengths.iter().map(part).collect()
 }
 
-#[cfg(test)]
-mod scale;
 #[cfg(test)]
 mod tests;

@@ -3,6 +3,7 @@
 mod admission;
 mod failures;
 mod limits;
+mod many_ranks;
 
 use std::net::{Shutdown, TcpListener, TcpStream};
 

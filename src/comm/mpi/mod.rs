@@ -21,7 +21,7 @@ use mpi::traits::Root;
 
 use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
-use super::exact_reduction::{self, MovesParts};
+use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::{Error, Result};
@@ -227,16 +227,16 @@ impl Engine for Mpi {
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
-        exact_reduction::all_reduce(self, tensor, op)
+        reduce_by_exchange::all_reduce(self, tensor, op)
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
         let dtype = tensor.dtype();
-        exact_reduction::reduce_scatter(self, tensor, counts, op, dtype)
+        reduce_by_exchange::reduce_scatter(self, tensor, counts, op, dtype)
     }
 
     fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
-        exact_reduction::reduce_scatter(self, tensor, counts, ReduceOp::Sum, DType::F32)
+        reduce_by_exchange::reduce_scatter(self, tensor, counts, ReduceOp::Sum, DType::F32)
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {

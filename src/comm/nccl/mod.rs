@@ -12,7 +12,7 @@ mod cuda;
 mod group;
 mod library;
 mod memory;
-mod native;
+mod native_reduction;
 mod peers;
 mod watch;
 
@@ -26,7 +26,7 @@ use cudarc::nccl::sys::ncclDataType_t;
 use super::call::Call;
 use super::control::{Endpoint, random_secret};
 use super::counts::offsets;
-use super::exact_reduction::{self, MovesParts};
+use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
@@ -270,24 +270,28 @@ impl Engine for Nccl {
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         match self.reduction {
-            Reduction::Exact => exact_reduction::all_reduce(self, tensor, op),
-            Reduction::Native => native::all_reduce(&self.shared, tensor, op),
+            Reduction::Exact => reduce_by_exchange::all_reduce(self, tensor, op),
+            Reduction::Native => native_reduction::all_reduce(&self.shared, tensor, op),
         }
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
         let dtype = tensor.dtype();
         match self.reduction {
-            Reduction::Exact => exact_reduction::reduce_scatter(self, tensor, counts, op, dtype),
-            Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
+            Reduction::Exact => reduce_by_exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Native => {
+                native_reduction::reduce_scatter(&self.shared, tensor, counts, op, dtype)
+            }
         }
     }
 
     fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let (op, dtype) = (ReduceOp::Sum, DType::F32);
         match self.reduction {
-            Reduction::Exact => exact_reduction::reduce_scatter(self, tensor, counts, op, dtype),
-            Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
+            Reduction::Exact => reduce_by_exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Native => {
+                native_reduction::reduce_scatter(&self.shared, tensor, counts, op, dtype)
+            }
         }
     }
 

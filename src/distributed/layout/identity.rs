@@ -75,6 +75,7 @@ struct Collect(HashMap<String, Identity>);
 
 impl Visit for Collect {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        // Read each time and never kept, since a load or a map may change both.
         let identity = Identity { id: param.id, leaf: link::identity(&param.val()) };
         self.0.insert(parameters::path_with_parts(fields), identity);
     }
@@ -88,6 +89,7 @@ pub struct Version(u64);
 impl Version {
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        // Only the numbers have to differ; no other memory depends on their order.
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 }
@@ -115,6 +117,7 @@ impl Module for Version {
         self
     }
 
+    // The values are the same, so the number is: an evaluation uses what was gathered for it.
     fn valid(&self) -> Self {
         *self
     }

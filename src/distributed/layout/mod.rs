@@ -1,15 +1,15 @@
 //! The division of a model's parameters among ranks.
 
-mod average;
-mod events;
+mod divide_model;
 mod form;
 mod identity;
-mod order;
-mod owned;
+mod pass_calls;
 mod pass_parameter;
 mod passes;
-mod shard;
+mod predicted_uses;
+mod reparameterizations;
 mod table;
+mod weight_average;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -24,15 +24,15 @@ pub(super) use passes::{PassBytes, Passes};
 pub use table::LayoutTable;
 
 use super::config::CostSource;
-use super::cuts::{Cuts, SliceGroup, SliceGroups};
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
-use super::place::{Place, Places};
+use super::placement_rules::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
+use super::sliced_parameters::{Cuts, SliceGroup, SliceGroups};
 use super::trainable::{self, ModelParameter, Trainable};
 use crate::comm::World;
 use crate::error::{Error, Result};
-use crate::gradients::GradientBuffer;
+use crate::gradient_buffer::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
 use identity::Identities;
@@ -397,6 +397,7 @@ impl Layout {
         model: &M,
     ) -> Result<GradientsParams> {
         self.begin_backward()?;
+        // Divided parameters take their gradients out during the pass, so these are the rest.
         let gradients = GradientsParams::from_grads(loss.backward(), model);
         self.end_backward(model, gradients)
     }
@@ -431,6 +432,7 @@ impl Layout {
         mut gradients: GradientsParams,
     ) -> Result<GradientsParams> {
         let mut buffer = self.micro_batches();
+        // Of parameters that the step reduces: the passes add up their own.
         if buffer.count() > 0 {
             buffer.add(model, gradients)?;
             gradients = buffer.take_sum();
@@ -638,6 +640,7 @@ impl Layout {
     /// Decides on all parameters of a model, without initialising any.
     fn division<M: Module>(&self, model: &M) -> Result<Division> {
         self.check()?;
+        // Without initialising: a model may be larger than a rank's memory before it is divided.
         let mut found = parameters::lazily(model);
         let rank = self.world().rank();
         if let Some(owned) = found.iter().find(|found| found.placement.reduces_in_backward()) {
@@ -646,6 +649,7 @@ impl Layout {
         }
         let routing = self.muon.route_found(&found)?;
         let places = Places::compile(&self.places, &found)?;
+        // Both the factors and the weight that they are added to.
         let adapted: HashSet<String> = found
             .iter()
             .filter(|found| found.is_adapter)
@@ -702,6 +706,7 @@ impl Layout {
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
         let pass_parameter = |(index, parameter): (usize, &ModelParameter)| {
             let trainable = parameter.trainable.clone();
+            // All blocks of a parameter are sent together, whichever bucket the plan has them in.
             let (blocks, owners) = (&plan.parameters()[trainable.clone()], &owners[trainable]);
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
@@ -727,6 +732,8 @@ impl Layout {
     pub(super) fn in_order(&self, parameter: &Parameter, owners: &[usize]) -> Vec<usize> {
         let Some(slices) = &parameter.slices else {
             let mut owners = owners.to_vec();
+            // In the order of ranks, the elements of a rank are neighbours, and a part is one
+            // piece.
             owners.sort_unstable();
             return owners;
         };

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::form::Form;
 use crate::blocks::Blocks;
 use crate::comm::received;
-use crate::distributed::plan::{Bucket, Counts, Run};
+use crate::distributed::plan::{Bucket, Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::Error;
 use crate::parameters::Placement;
@@ -29,22 +29,29 @@ pub struct PassParameter {
     pub placement: Placement,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
+    /// The axes along which it is cut: it has the shape of this rank's slice.
+    axes: Vec<String>,
+    most_elements: usize,
+    division: ParameterDivision,
+    /// The form in which the whole is stored, if it is owned.
+    pub form: Form,
+}
+
+/// The division of a parameter among the ranks that share it.
+#[derive(Debug)]
+struct ParameterDivision {
+    /// This rank's position.
+    position: Position,
     /// Elements of the shards of all ranks, which follow each other.
     counts: Counts,
     /// The blocks in the shard of this rank.
     runs: Vec<Run>,
-    /// The axes along which it is cut: it has the shape of this rank's slice.
-    axes: Vec<String>,
-    most_elements: usize,
-    position: Position,
     /// Elements of the parts, which together are the parameter.
     part_counts: Counts,
     /// Elements of the shards of this rank's part.
     shard_counts: Counts,
     /// In the order of the parts.
     pieces: Vec<Piece>,
-    /// The form in which the whole is stored, if it is owned.
-    pub form: Form,
 }
 
 /// The position of a rank among those that share a parameter, or a slice of it, and its replicas.
@@ -77,6 +84,36 @@ pub struct BlockPart {
     pub values: Tensor<1>,
 }
 
+impl ParameterDivision {
+    fn new(bucket: Bucket, positions: &[Position], position: Position) -> Self {
+        let mut order = positions.to_vec();
+        order.sort_by_key(|position| (position.part, position.shard));
+        let (mut pieces, mut in_parts) = (vec![], 0);
+        let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
+        for position in &order {
+            let range = bucket.shard_range(position.replica);
+            let mut in_shards = range.start;
+            part_counts[position.part] += range.len();
+            for Overlap { parameter: block, elements, padding } in bucket.overlaps(range) {
+                let extent = elements.len() + padding;
+                pieces.push(Piece { block, elements, padding, in_parts, in_shards });
+                in_parts += extent;
+                in_shards += extent;
+            }
+        }
+        let shards = order.iter().filter(|other| other.part == position.part);
+        let shard_counts = shards.map(|shard| bucket.counts.of(shard.replica)).collect();
+        Self {
+            position,
+            runs: bucket.runs(position.replica),
+            counts: bucket.counts,
+            part_counts: part_counts.into_iter().collect(),
+            shard_counts,
+            pieces,
+        }
+    }
+}
+
 impl PassParameter {
     /// The error of a call, with what the call was for.
     pub fn in_action(&self, action: &str, error: Error) -> Error {
@@ -91,24 +128,6 @@ impl PassParameter {
         bucket: Bucket,
         (positions, rank): (&[Position], usize),
     ) -> Self {
-        let position = positions[rank];
-        let mut order = positions.to_vec();
-        order.sort_by_key(|position| (position.part, position.shard));
-        let (mut pieces, mut in_parts) = (vec![], 0);
-        let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
-        for position in &order {
-            let range = bucket.shard_range(position.replica);
-            let mut in_shards = range.start;
-            part_counts[position.part] += range.len();
-            for (block, elements, padding) in bucket.overlaps(range) {
-                let extent = elements.len() + padding;
-                pieces.push(Piece { block, elements, padding, in_parts, in_shards });
-                in_parts += extent;
-                in_shards += extent;
-            }
-        }
-        let shards = order.iter().filter(|other| other.part == position.part);
-        let shard_counts = shards.map(|shard| bucket.counts.of(shard.replica)).collect();
         let slices = parameter.slice.as_ref().map(|slice| &slice.slices);
         Self {
             index,
@@ -121,24 +140,19 @@ impl PassParameter {
             most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
                 slice.counts().into_iter().max().unwrap_or_default()
             }),
-            runs: bucket.runs(position.replica),
-            counts: bucket.counts,
-            position,
-            part_counts: part_counts.into_iter().collect(),
-            shard_counts,
-            pieces,
+            division: ParameterDivision::new(bucket, positions, positions[rank]),
             form: Form::default(),
         }
     }
 
     /// Elements of all parts, by the ranks that share the parameter.
     pub fn part_counts(&self) -> &Counts {
-        &self.part_counts
+        &self.division.part_counts
     }
 
     /// Elements of the shards of this rank's part, by the ranks that have replicas of it.
     pub fn shard_counts(&self) -> &Counts {
-        &self.shard_counts
+        &self.division.shard_counts
     }
 
     /// The axes along which it is cut.
@@ -148,27 +162,27 @@ impl PassParameter {
 
     /// Elements of the shards of all ranks of the group.
     pub fn counts(&self) -> &Counts {
-        &self.counts
+        &self.division.counts
     }
 
     /// Elements of this rank's part.
     pub fn part_count(&self) -> usize {
-        self.part_counts.of(self.position.part)
+        self.division.part_counts.of(self.division.position.part)
     }
 
     /// Elements of this rank's shard.
     pub fn shard_count(&self) -> usize {
-        self.shard_counts.of(self.position.shard)
+        self.division.shard_counts.of(self.division.position.shard)
     }
 
     /// Elements that this rank receives at one time to reduce its part.
     pub fn received(&self) -> usize {
-        received(&self.part_counts.to_vec(), self.position.part)
+        received(&self.division.part_counts.to_vec(), self.division.position.part)
     }
 
     /// Elements that it then receives at one time to reduce its shard.
     pub fn received_of_replicas(&self) -> usize {
-        received(&self.shard_counts.to_vec(), self.position.shard)
+        received(&self.division.shard_counts.to_vec(), self.division.position.shard)
     }
 
     /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have
@@ -200,7 +214,8 @@ impl PassParameter {
 
     fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&Piece) -> usize) -> Tensor<1> {
         let block = |block: usize| {
-            let mut pieces: Vec<_> = self.pieces.iter().filter(|p| p.block == block).collect();
+            let mut pieces: Vec<_> =
+                self.division.pieces.iter().filter(|p| p.block == block).collect();
             pieces.sort_by_key(|piece| piece.elements.start);
             let values = pieces.into_iter().map(|piece| {
                 let start = first(piece);
@@ -213,7 +228,7 @@ impl PassParameter {
 
     /// All parts one after the other, from the whole.
     pub fn parts(&self, whole: Tensor<1>) -> Tensor<1> {
-        self.joined(whole, &self.pieces)
+        self.joined(whole, &self.division.pieces)
     }
 
     /// Pieces of the whole, one after the other.
@@ -239,10 +254,10 @@ impl PassParameter {
         if self.part_count() == 0 {
             return Tensor::zeros([1], (&device, dtype));
         }
-        let start = self.part_counts.before(self.position.part);
+        let start = self.division.part_counts.before(self.division.position.part);
         let part = start..start + self.part_count();
         let is_whole = whole.dims() == [part.len()];
-        let own = self.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
+        let own = self.division.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
         let own = self.joined(whole, own);
         if is_whole { own } else { slices::copied(own) }
     }
@@ -254,7 +269,7 @@ impl PassParameter {
 
     /// This rank's shard of its part.
     pub fn shard(&self, part: &Tensor<1>) -> Tensor<1> {
-        let start = self.shard_counts.before(self.position.shard);
+        let start = self.division.shard_counts.before(self.division.position.shard);
         slices::slice(part, start..start + self.shard_count())
     }
 
@@ -264,7 +279,7 @@ impl PassParameter {
             let values = slices::slice(shard, range.clone());
             BlockPart { block: *block, start: elements.start, values }
         };
-        self.runs.iter().map(block).collect()
+        self.division.runs.iter().map(block).collect()
     }
 
     /// This rank's shard from its blocks, the reverse of [`cut`](Self::cut).
@@ -273,7 +288,7 @@ impl PassParameter {
         mut values: impl FnMut(usize, Range<usize>) -> Tensor<1>,
         device: &Device,
     ) -> Tensor<1> {
-        let runs = &self.runs;
+        let runs = &self.division.runs;
         if runs.is_empty() {
             return slices::zeros(self.shard_count(), self.dtype, device);
         }

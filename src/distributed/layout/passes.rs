@@ -8,13 +8,13 @@
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
 
-mod end;
-mod gather;
+mod end_of_pass;
+mod for_step;
+mod gather_parameters;
 mod new_parts;
-mod reduce;
+mod reduce_gradients;
 mod state;
-mod step;
-mod unused;
+mod unused_parameters;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,7 +30,7 @@ use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
 pub use state::PassBytes;
-use state::{Flight, PassState, Uses, Values};
+use state::{Flight, PassMode, PassState, Uses, Values};
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -140,8 +140,11 @@ impl Passes {
         (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
-        let PassState { is_reading, is_unused, .. } = *self.state();
+        // Copied, so that the lock is free again: the calls below take it.
+        let PassMode { is_reading, is_unused, .. } = self.state().mode;
         let is_trained = part.is_require_grad() && !is_reading;
+        // The identity of the values decides whether what was gathered ahead is still right.
+        // Without autodiff there is no leaf, and the number takes its place.
         let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
         let device = inner.device();
@@ -156,6 +159,8 @@ impl Passes {
         }
         if !is_trained || is_unused {
             return match part.gradient_checkpointing_strategy() {
+                // On the autodiff device of the part, with its strategy: layers mix it with tensors
+                // that have autodiff.
                 Some(strategy) => {
                     Tensor::from_inner(whole).with_gradient_checkpointing_strategy(strategy)
                 }
@@ -173,6 +178,8 @@ impl Passes {
                 })
             }
         };
+        // Only the part is a parent: its leaf gets the gradient, and the whole is no part of the
+        // graph.
         link.at(self.clock.next(&part)).attach(part, whole)
     }
 
@@ -182,10 +189,13 @@ impl Passes {
         parameter: &Arc<PassParameter>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        let PassState { is_reading, is_unused, .. } = *self.state();
+        let PassMode { is_reading, is_unused, .. } = self.state().mode;
+        // Neither has a backward pass, so a count of the use would wait for a gradient for ever.
         let is_used = !is_reading && !is_unused;
         match whole.is_require_grad() && is_used {
             true => {
+                // The value itself, by a link: the parameter's own gradient would stay on this
+                // rank.
                 let value = whole.clone().without_autodiff();
                 self.reducing(parameter, &whole).at(self.clock.next(&whole)).attach(whole, value)
             }
@@ -206,6 +216,7 @@ impl Passes {
             uses.count += 1;
             uses.count
         };
+        // Equal, so that it is said once.
         if count == MANY_USES {
             log::warn!(
                 "`{}` was used {MANY_USES} times without a backward pass in between: evaluate \
@@ -243,8 +254,10 @@ impl Passes {
                 let ahead = state.uses[index].ahead.as_mut();
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
+            // In two stages: first among the ranks that share the parameter, then among replicas,
+            // whose links may be slower and which send a part only.
             Flight::Reducing(index, leaf, pending) => {
-                state.reducing -= pending.bytes();
+                state.bytes.reducing -= pending.bytes();
                 let sum = pending.wait()?;
                 let replicas = self.replicas(&self.parameters[index]);
                 if replicas.size() == 1 {
@@ -253,11 +266,13 @@ impl Passes {
                 }
                 let counts = self.parameters[index].shard_counts().to_vec();
                 let pending = replicas.reduce_scatter_f32(sum, &counts)?;
-                state.reducing += pending.bytes();
+                state.bytes.reducing += pending.bytes();
+                // At the end of the queue, as on all ranks: the second stage is a call like any
+                // other.
                 state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
             }
             Flight::ReducingReplicas(index, leaf, pending) => {
-                state.reducing -= pending.bytes();
+                state.bytes.reducing -= pending.bytes();
                 let sum = pending.wait()?;
                 self.keep_mean(state, (index, leaf), sum);
             }
@@ -271,6 +286,7 @@ impl Passes {
         state: &mut PassState,
         run: impl FnOnce(&mut PassState) -> Result<T>,
     ) -> Option<T> {
+        // No further call: the other ranks are told of the failure and make none either.
         if state.failure.is_some() {
             return None;
         }
@@ -285,12 +301,12 @@ impl Passes {
 
     /// Reads the values of parameters, which does not count as a pass that is trained.
     pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_reading, read)
+        self.during(|state| &mut state.mode.is_reading, read)
     }
 
     /// Runs the backward pass of a micro-batch, whose gradients stay on this rank.
     pub fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_micro_batch, backward)
+        self.during(|state| &mut state.mode.is_micro_batch, backward)
     }
 
     /// Sets a flag while a function runs, until it returns or panics.
@@ -301,6 +317,7 @@ impl Passes {
                 *(self.1)(&mut self.0.state()) = false;
             }
         }
+        // Set before the guard is made, which resets it also after a panic of the layers.
         *flag(&mut self.state()) = true;
         let _set = Set(self, flag);
         run()
@@ -308,6 +325,7 @@ impl Passes {
 
     /// Keeps a failure, of which all ranks are told.
     fn fail(&self, state: &mut PassState, error: Error) {
+        // At once, and not at the end of the pass: the others wait for this rank in the next call.
         self.tell(&error);
         state.failure = Some(error);
     }
@@ -319,7 +337,7 @@ impl Passes {
 
     /// The bytes held at the peaks of all passes.
     pub fn held(&self) -> Vec<PassBytes> {
-        self.state().peaks.to_vec()
+        self.state().bytes.peaks.to_vec()
     }
 
     /// The bytes held now.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use comfy_table::{Table, presets};
 
 use super::pass_parameter::PassParameter;
-use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::Counts;
+use crate::distributed::sliced_parameters::Cuts;
 use crate::parameters::Found;
 
 /// The place of every parameter, from [`Layout::table`](super::Layout::table). Prints as a table.

@@ -2,9 +2,9 @@
 
 use super::DistModuleOptimizer;
 use super::diagnostics::Diagnostics;
-use super::divided::DividedModel;
+use super::divided_model::DividedModel;
 use crate::account::Account;
-use crate::distributed::plan::BucketKind;
+use crate::distributed::plan::{BucketKind, Overlap};
 use crate::distributed::trainable::UpdateKind;
 use crate::error::Result;
 use crate::routing::Stepped;
@@ -81,7 +81,9 @@ impl DividedModel {
         let mut owned = vec![0; self.trainable.len()];
         let buckets = self.plan.buckets().iter();
         for bucket in buckets.filter(|bucket| bucket.kind == BucketKind::Matrices) {
-            for (index, elements, _) in bucket.overlaps(bucket.shard_range(rank)) {
+            for Overlap { parameter: index, elements, .. } in
+                bucket.overlaps(bucket.shard_range(rank))
+            {
                 let [_, m, n] = self.trainable[index].batch();
                 owned[index] += elements.len() / (m * n);
             }

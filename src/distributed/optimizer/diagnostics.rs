@@ -8,8 +8,8 @@ use comfy_table::{Table, presets};
 use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
-use super::controls::StepInputs;
-use super::divided::DividedModel;
+use super::decisions::StepInputs;
+use super::divided_model::DividedModel;
 use crate::comm::ReduceOp;
 use crate::distributed::trainable::UpdateKind;
 use crate::error::Result;

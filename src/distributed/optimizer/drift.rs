@@ -14,9 +14,9 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::counters::{COUNTERS, Counters};
-use super::divided::DividedModel;
-use super::shard::Shard;
+use super::bucket_shard::Shard;
+use super::device_counters::{COUNTERS, Counters};
+use super::divided_model::DividedModel;
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};
@@ -87,6 +87,7 @@ pub fn held_in_common<M: Module>(
         .map(|(parameter, slot, values)| (parameter, slot, checksum::of_bits(values)))
         .collect();
     let counters = COUNTERS.iter().zip(counters.values()).flat_map(|(slot, values)| {
+        // Counters are small: their bits are the checksums.
         let values: Vec<f32> = values.to_data().iter::<f32>().collect();
         let sums = values.into_iter().map(|value| u64::from(value.to_bits()));
         sums.enumerate().map(|(parameter, sum)| (parameter, slot.name, sum))
@@ -104,6 +105,8 @@ pub fn ensure_same(common: &[Common], world: &World) -> Result<()> {
     let (all, groups) = common.split_first().expect("all ranks are a group");
     let mut differs = false;
     for group in groups {
+        // No return at a difference: all groups make their calls, and the ranks outside of one
+        // learn of it in the last message.
         differs |= unite(group.group.comm(), vec![], group.digest())?.is_none();
     }
     let united = unite(world.comm(), vec![u8::from(differs)], all.digest())?;
@@ -134,6 +137,7 @@ impl Common {
         let mut by_sum: BTreeMap<u64, Vec<usize>> = BTreeMap::new();
         of_ranks.into_iter().for_each(|(rank, sum)| by_sum.entry(sum).or_default().push(rank));
         let mut alike: Vec<Vec<usize>> = by_sum.into_values().collect();
+        // The majority is taken to be right; of groups of equal size, that with the lowest rank.
         alike.sort_by_key(|ranks| (Reverse(ranks.len()), ranks[0]));
         let most = alike.remove(0);
         let mut others = alike.concat();
@@ -197,6 +201,7 @@ impl Visit for CommonWalk<'_> {
         if known.placement.is_owned() != is_part {
             return; // the base
         }
+        // Its one element is not a value of the parameter, and ranks may have others.
         let is_empty = is_part && self.passes[&path].part_count() == 0;
         let common = self.of(known);
         if !is_empty && common.group.size() > 1 {

@@ -19,6 +19,8 @@ impl LossScale {
     pub fn advance(&mut self, overflowed: bool) {
         self.steps += 1;
         if overflowed {
+            // The interval begins again: the scale that has just failed is not tried before it is
+            // over.
             (self.scale, self.steps) = (self.scale * self.config.backoff, 0);
         } else if self.steps == self.config.interval {
             // A scale that is infinite in float32 would make every gradient infinite.

@@ -1,34 +1,34 @@
 //! The optimizer of a whole model on many ranks.
 
-mod absence;
-mod acceptance;
 mod accounting;
-mod accounts;
-mod buckets;
+mod agree_on_setup;
+mod agree_on_step;
+mod bucket_exchange;
+mod bucket_shard;
+mod buckets_in_flight;
 mod busy;
-mod clip;
-mod controls;
-mod counters;
-mod detached;
+mod custom_states;
+mod decisions;
+mod detached_parameters;
+mod device_counters;
 mod diagnostics;
-mod divided;
+mod divided_model;
 mod drift;
-mod exchange;
+mod global_clipping;
+mod gradient_scaling;
 mod loss_scale;
-mod memory;
-mod own_states;
-mod partial;
+mod memory_report;
+mod missing_gradients;
 mod publication;
 mod record;
-mod running;
-mod same_step;
-mod scaling;
-mod setup;
-mod shard;
-mod share;
+mod rejected_gradients;
+mod settings_while_running;
+mod share_of_slices;
 mod stages;
 mod step;
+mod step_counts;
 mod traffic;
+mod undeclared_partial_gradients;
 
 use std::collections::BTreeMap;
 
@@ -48,26 +48,26 @@ use crate::qk_clip::Factors;
 use crate::routing::Routing;
 use crate::update::SkippedSteps;
 use accounting::Accounting;
-use accounts::Accounts;
+pub(super) use agree_on_setup::{ensure_exchangeable, plan};
+use bucket_exchange::publishers;
+use bucket_shard::Shard;
 #[cfg(feature = "train")]
 pub(super) use busy::Busy;
-use controls::HeadClip;
+use decisions::HeadClip;
 use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
-use divided::DividedModel;
-pub(super) use divided::bytes_of_parameter;
+use divided_model::DividedModel;
+pub(super) use divided_model::bytes_of_parameter;
 use drift::Checks;
-use exchange::publishers;
-use memory::MemoryMeter;
-pub use memory::{MemoryReport, Usage};
-use partial::ComparedGradients;
-use running::Running;
-use scaling::GradientScaling;
-pub(super) use setup::{ensure_exchangeable, plan};
-use shard::Shard;
+use gradient_scaling::GradientScaling;
+use memory_report::MemoryMeter;
+pub use memory_report::{MemoryReport, Usage};
+use settings_while_running::Running;
 pub(super) use stages::{Stage, stages};
+use step_counts::Accounts;
 use traffic::Traffic;
 pub(super) use traffic::sent_dtype;
+use undeclared_partial_gradients::ComparedGradients;
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -287,7 +287,7 @@ impl DistModuleOptimizer {
         &self.divided.plan
     }
 
-    /// Returns the costs that the plan balances, in the pass_parameter of
+    /// Returns the costs that the plan balances, in the unit of
     /// [`DistMuonConfig::costs`](super::DistMuonConfig::costs): floating-point operations or
     /// seconds.
     pub fn costs(&self) -> &Costs {

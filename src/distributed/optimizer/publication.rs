@@ -7,7 +7,7 @@ use burn::module::{Param, ParamMapper};
 use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
-use crate::distributed::plan::Bucket;
+use crate::distributed::plan::{Bucket, InBuffer};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::in_place_if_trained;
@@ -38,8 +38,8 @@ impl Publication {
     pub fn arriving(&self) -> Arriving {
         let state = self.state();
         let of_bucket = |bucket: &Bucket| -> usize {
-            let pieces = bucket.by_parameter().into_values().flatten();
-            pieces.map(|(_, _, len)| len * bucket.dtype.size()).sum()
+            let segments = bucket.by_parameter().into_values().flatten();
+            segments.map(|segment| segment.len * bucket.dtype.size()).sum()
         };
         Arriving {
             parameters: state.pending.iter().map(|(bucket, _)| of_bucket(bucket)).sum(),
@@ -64,6 +64,7 @@ impl Publication {
     pub fn finish(&self) -> Result<()> {
         let mut state = self.state();
         while state.land() {}
+        // Kept, and not taken: every later call has to fail as well.
         state.failure.clone().map_or(Ok(()), Err)
     }
 
@@ -78,6 +79,7 @@ impl Publication {
                 // This rank's slice has nothing of the block.
                 return Some(slices::empty(parameter.dtype, device));
             }
+            // Taken out, so that the parameter has the only reference.
             if let Some(value) = state.arrived.remove(&index) {
                 return Some(value);
             }
@@ -104,6 +106,7 @@ impl Arrivals {
                 true
             }
             Err(error) => {
+                // The first failure names the cause; later ones follow from it.
                 self.failure.get_or_insert(error);
                 self.pending.clear();
                 false
@@ -124,9 +127,10 @@ pub fn values<'a>(
     bucket: &'a Bucket,
     buffer: &'a Tensor<1>,
 ) -> impl Iterator<Item = (usize, Tensor<1>)> + 'a {
-    bucket.by_parameter().into_iter().map(|(index, pieces)| {
-        let pieces =
-            pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
+    bucket.by_parameter().into_iter().map(|(index, segments)| {
+        let pieces = segments
+            .iter()
+            .map(|InBuffer { start, len, .. }| slices::slice(buffer, *start..start + len));
         (index, slices::concat(pieces.collect(), bucket.dtype, &buffer.device()))
     })
 }
@@ -141,6 +145,7 @@ pub fn at_first_use<const D: usize>(
     let (_, placeholder, mapper) = param.consume();
     // From the second step on, these are those below, which must not be wrapped again.
     let mapper = parameter.mapper.get_or_init(|| Box::new(mapper));
+    // Stored without its dimensions, since parameters of all of them share one type.
     let mapper = mapper.downcast_ref::<ParamMapper<Tensor<D>>>();
     let mapper = mapper.expect("the parameter had these dimensions before").clone();
     let shape = parameter.shape.as_slice().try_into();
@@ -148,6 +153,7 @@ pub fn at_first_use<const D: usize>(
     let is_trained = placeholder.is_require_grad();
     let take = move |device: &Device, is_trained: bool| {
         let value = publication.take(&parameter, &device.clone().inner());
+        // A map may have moved the parameter to another device since the step.
         let value = value.to_device(&device.clone().inner());
         // It may have been frozen or unfrozen since the step.
         in_place_if_trained(&placeholder, value.reshape(shape), is_trained)

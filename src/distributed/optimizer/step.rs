@@ -14,7 +14,7 @@
 //! With [`Publish::AtFirstUse`], the new values are gathered once all buckets are updated, in the
 //! order in which the next forward pass uses them.
 //!
-//! `buckets.rs` moves the buckets. Here is what is done once for all of them.
+//! `buckets_in_flight.rs` moves the buckets. Here is what is done once for all of them.
 //!
 //! A world of one runs the same stages, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
@@ -27,17 +27,17 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::DistModuleOptimizer;
-use super::acceptance::Acceptance;
-use super::accounts::Accounts;
-use super::buckets::StepInProgress;
-use super::controls::{StepControls, StepInputs};
-use super::counters::Counters;
-use super::detached::{DetachedParameters, Expected, Parts};
-use super::divided::DividedModel;
+use super::agree_on_step::StepCalls;
+use super::buckets_in_flight::StepInProgress;
+use super::decisions::{StepControls, StepInputs};
+use super::detached_parameters::{DetachedParameters, Expected, Parts};
+use super::device_counters::Counters;
+use super::divided_model::DividedModel;
 use super::drift::{ensure_same, held_in_common};
-use super::same_step::StepCalls;
-use super::scaling::GradientScaling;
+use super::gradient_scaling::GradientScaling;
+use super::rejected_gradients::Acceptance;
 use super::stages::Stage;
+use super::step_counts::Accounts;
 use super::traffic::Traffic;
 use crate::backend::FiniteMask;
 use crate::comm::{Pending, ReduceOp};
@@ -55,23 +55,31 @@ impl DistModuleOptimizer {
     ) -> Result<M> {
         let world = self.divided.world.clone();
         self.divided.passes.begin_step(world.rank())?;
+        // Counted on every call, also in a world of one: the condition that counts comes first.
         let is_checked = self.checks.is_due() && world.size() > 1;
+        // Before the parameters leave the model: the checksums are of the values between two steps.
+        // They are only compared once the ranks know that they take the same step.
         let common = is_checked
             .then(|| held_in_common(&model, &self.divided, &self.shards, &self.accounts.counters));
         let (model, detached) = self.detach(model, gradients)?;
         let inputs = self.agree_on_inputs(lr, &detached)?;
+        // After the agreement: a rank that takes another step gets that error, which says more than
+        // other bits do.
         common.map_or(Ok(()), |common| ensure_same(&common, &world))?;
         self.accounts.count_absent(&inputs.present, &self.divided)?;
 
         self.accounting.begin(&self.divided);
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
+        // The parts of the optimizer are borrowed one by one: what a step reads and what it changes
+        // are then separate to the compiler.
         let mut step =
             StepInProgress::new(divided, traffic, shards, memory, inputs, detached, clips);
         step.observations = self.observing.requested.then(Observations::default);
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
+        // A step that loss scaling skips is not a step of the schedules, and has no norms.
         if is_taken {
             self.accounting.end(&inputs.present, divided)?;
             divided.advance(&inputs.present);
@@ -79,7 +87,10 @@ impl DistModuleOptimizer {
                 self.observing.keep(observations, &inputs, divided);
             }
         }
-        accounts.record(divided)?;
+        // Also after a skipped step, which is what is counted. The counts are the same on all
+        // ranks, so all of them fail here or none does.
+        let (skipped, logs) = (accounts.counters.skipped.clone(), divided.world.is_main());
+        accounts.skipped.record(&mut accounts.place, skipped, &divided.times(), logs)?;
         let parts = publish_parts(&mut detached, divided, traffic)?;
         // Every call has landed.
         memory.observe(&detached, between.bytes, 0);
@@ -97,6 +108,8 @@ impl DistModuleOptimizer {
         let expected = Expected {
             rank: divided.world.rank(),
             device: &divided.device(),
+            // Where nothing is sent in the type of the parameter, float32 costs no message and
+            // loses nothing.
             wide_gradients: traffic.takes_wide_gradients(&divided.world),
             at_first_use: traffic.publish == Publish::AtFirstUse,
         };
@@ -105,7 +118,11 @@ impl DistModuleOptimizer {
             DetachedParameters::detach(model, gradients, parameters, passes, expected)?;
         // All of its parameters have been taken into this step.
         std::mem::take(&mut traffic.publication).finish()?;
-        divided.set_ids(&detached.ids);
+        // A load or a map may have given the parameters other identities, by which the learning
+        // rates of the next lines are looked up.
+        for (parameter, id) in divided.parameters.iter_mut().zip(&detached.ids) {
+            parameter.id = *id;
+        }
         Ok((model, detached))
     }
 
@@ -117,8 +134,11 @@ impl DistModuleOptimizer {
     ) -> Result<StepInputs> {
         let Self { divided, traffic, head_clip, .. } = self;
         let lrs = divided.learning_rates(lr)?;
+        // Before the first message: this fails on all ranks alike, since all have the same factors.
         head_clip.as_ref().map_or(Ok(()), |clip| clip.ensure_fits(divided))?;
         if traffic.reduces(&divided.world) {
+            // Averaged gradients are the same everywhere by definition, and there is nothing to be
+            // found.
             self.compared.compare(&detached.gradients, divided)?;
         }
         let calls = [self.observing.requested, self.accounting.requested, head_clip.is_some()];
@@ -142,6 +162,8 @@ fn take_stages(
             step.ensure_reduced(*bucket)?;
         }
         let Some(controls) = decide(stage, step, accounts, scaling)? else { return Ok(false) };
+        // Values of the buckets ahead, for as many as may be in flight: where the ranks decide
+        // together, none may start before the decision, which is behind us here.
         let mut next = 0;
         for (index, bucket) in stage.buckets.iter().enumerate() {
             let ahead = stage.buckets.len().min(index + step.in_flight());
@@ -152,8 +174,10 @@ fn take_stages(
             step.update(*bucket, &controls, &mut accounts.diverged)?;
         }
     }
+    // All gathered values are in place before the parameters are published or reattached.
     step.land_all()?;
     step.publish_in_order()?;
+    // Last, since the question waits until all work is submitted to the device.
     step.ensure_local_computed()?;
     Ok(true)
 }
@@ -168,18 +192,23 @@ fn decide(
 ) -> Result<Option<StepControls>> {
     let (rejected, factor) = if stage.exchanges {
         let Some(rejected) = agree_on_rejected(step, accounts, scaling)? else {
+            // The scale falls before the next loss is computed, and the step ends here.
             scaling.advance(true);
             return Ok(None);
         };
+        // With the scale that the gradients have: it changes only after this.
         let factor = scaling.factor(step.divided, step.shards, &step.between.reduced, &rejected)?;
         scaling.advance(false);
         (rejected, factor)
     } else {
+        // One owner has each of these parameters, so its own flags are the decision. No message is
+        // sent.
         (step.flags.clone().max_pair(step.absent.clone()), None)
     };
     // Read by the host before the updates are queued, and only where a user's optimizer is.
     let is_read = stage.buckets.iter().any(|bucket| step.shards[*bucket].owns_whole());
     let read = is_read.then(|| rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect());
+    // After `agree_on_rejected`, which has advanced them for this step.
     let corrections = accounts.counters.corrections.clone();
     Ok(Some(StepControls { rejected, corrections, factor, read: read.unwrap_or_default() }))
 }
@@ -191,24 +220,31 @@ fn agree_on_rejected(
     accounts: &mut Accounts,
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
-    let sums = Tensor::cat(vec![step.flags.clone(), accounts.sum_diverged()], 0);
+    // Two counts in one message: a small all-reduce costs its latency and not its bytes.
+    let sums =
+        Tensor::cat(vec![step.flags.clone(), accounts.matrices.sum(accounts.diverged.clone())], 0);
     let sums = step.divided.world.comm().all_reduce(sums, ReduceOp::Sum)?;
     // The results of earlier calls come first.
     step.land_all()?;
     let sums = sums.wait()?;
+    // They are in the sums now, and must not be counted by the next step again.
     accounts.forget_diverged();
     let parameters = step.divided.trainable.len();
     let rejected = slices::slice(&sums, 0..parameters);
     let diverged = slices::slice(&sums, parameters..2 * parameters);
+    // Read by the host, and only with loss scaling: everything else is decided on the device.
     let overflowed = scaling.overflows(&rejected);
     let acceptance = Acceptance::new(rejected, diverged, step.absent.clone());
     let mask = FiniteMask::from_rows(acceptance.rejected.clone());
     let Counters { skipped, corrections } = &mut accounts.counters;
+    // Also for a step that is skipped as a whole: the parameters whose gradients overflowed are
+    // named by their counts.
     *skipped = skipped.clone() + acceptance.skipped;
     if overflowed {
         return Ok(None);
     }
     let rest = &step.divided.routing.updates().rest;
+    // Not in a skipped step: AdamW's moments stay as they are, and so do their corrections.
     *corrections = rest.correct(corrections.clone(), &mask);
     Ok(Some(acceptance.rejected))
 }
@@ -231,6 +267,8 @@ fn publish_parts(
             Publish::AtFirstUse => passes.publish_later(pass_parameter, shard)?,
         };
         pending.extend(publishing.map(|part| (index, part)));
+        // As many as buckets in flight: the buffers of all parts at once would be as large as this
+        // rank's part of the model.
         if pending.len() == traffic.in_flight
             && let Some((index, part)) = pending.pop_front()
         {

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor};
 
-use super::detached::{FlatTensors, pack};
-use super::divided::DividedModel;
+use super::bucket_shard::Shard;
+use super::detached_parameters::{FlatTensors, pack};
+use super::divided_model::DividedModel;
 use super::publication::Publication;
-use super::shard::Shard;
 use super::stages::{Stage, stages};
 use crate::backend::precise_dtype;
 use crate::comm::{Pending, ReduceOp, World};
@@ -51,6 +51,7 @@ impl Reducing {
         match self {
             Self::Local(gradients) => Ok(gradients),
             Self::Sent(pending) => {
+                // Once, after the sum: a division before it would lose digits in half precision.
                 let mean = pending.wait()?.div_scalar(shard.exchange.group.size() as f64);
                 Ok(if shard.exchange.is_cut() { vec![mean] } else { shard.split(&mean) })
             }
@@ -95,21 +96,31 @@ impl Traffic {
         gradients: &mut FlatTensors,
     ) -> Result<Reducing> {
         let (bucket, group) = (&shard.exchange.held, &shard.exchange.group);
+        // Nothing to send, but the same way as for all: one rank and many run one code.
         if !self.reduces(&divided.world) || bucket.placement.reduces_in_backward() {
             let local = match shard.exchange.is_cut() {
+                // Wide: gradients that a backward pass has reduced are float32, and averaged ones
+                // may be.
                 true => vec![shard.pack_share(gradients, precise_dtype(bucket.dtype))],
                 false => shard.take(gradients),
             };
+            // The rest belongs to shards of other ranks.
             drop_all(bucket, gradients);
             return Ok(Reducing::Local(in_one_type(local)));
         }
         let dtype = sent_dtype(self.grad_dtype, bucket);
         let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &divided.device());
+        // Before it is sent, since a rank must fail and not send what was never computed.
         divided.ensure_bucket_computed(bucket, &packed)?;
+        // Packed: a copy of every gradient is in the buffer, and the originals would double it.
         drop_all(bucket, gradients);
         Ok(Reducing::Sent(match bucket.kind {
+            // Small parameters: every rank updates all of them, which is faster than a second
+            // message.
             BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
+                // The sum is float32 whatever was sent, so that half precision rounds once for each
+                // rank and not once for each addition.
                 group.reduce_scatter_f32(packed, &bucket.counts.to_vec())?
             }
         }))
@@ -134,6 +145,7 @@ pub fn drop_all(bucket: &Bucket, tensors: &mut FlatTensors) {
 fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     let is_wide = |gradient: &Tensor<1>| !is_half(gradient.dtype());
     match gradients.iter().find(|gradient| is_wide(gradient)).map(Tensor::dtype) {
+        // A batch has one type: narrowing would lose digits, widening does not.
         Some(wide) => gradients.into_iter().map(|gradient| gradient.cast(wide)).collect(),
         None => gradients,
     }

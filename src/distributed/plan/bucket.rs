@@ -8,7 +8,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::counts::Counts;
+use super::element_counts::Counts;
 use super::{MatrixOrder, Parameter, Placement, PlanConfig, Work};
 
 /// Elements of a row, the unit in which parameters that are updated element by element are divided
@@ -127,6 +127,7 @@ impl Bucket {
             let runs = row.iter().flat_map(|rank| self.runs(*rank));
             pieces.extend(runs.filter_map(|Run { parameter, elements, .. }| {
                 let slices = parameters[parameter].slices.as_ref();
+                // Elements of a slice in the order of the whole: a run stays a run.
                 let held = slices.expect("all of a bucket are cut").range(slice, &elements);
                 let (start, len) = (held.start, held.len());
                 (len > 0).then_some(Piece { parameter, start, len, padding: 0 })
@@ -147,16 +148,18 @@ impl Bucket {
         self.elements() * self.dtype.size()
     }
 
-    /// Returns the positions of each parameter's elements, by the parameter's index: for every
-    /// piece, ordered by its start in the parameter, that start, the start in the buffer, and the
-    /// length.
-    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<(usize, usize, usize)>> {
+    /// Returns the segments of each parameter, by the parameter's index, ordered by their first
+    /// elements.
+    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<InBuffer>> {
         let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         let mut position = 0;
         for piece in &self.pieces {
-            parameters.entry(piece.parameter).or_default().push((piece.start, position, piece.len));
+            let segment = InBuffer { first: piece.start, start: position, len: piece.len };
+            parameters.entry(piece.parameter).or_default().push(segment);
+            // With the padding, which is in the buffer and in no parameter.
             position += piece.extent();
         }
+        // Owners may have taken the matrices of a parameter in any order.
         parameters.values_mut().for_each(|pieces| pieces.sort_unstable());
         parameters
     }
@@ -184,7 +187,7 @@ impl Bucket {
     /// If `rank` is not a rank of the plan.
     pub fn runs(&self, rank: usize) -> Vec<Run> {
         let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
-        for (parameter, elements, padding) in self.overlaps(self.shard_range(rank)) {
+        for Overlap { parameter, elements, padding } in self.overlaps(self.shard_range(rank)) {
             let range = end..end + elements.len();
             end = range.end + padding;
             match runs.last_mut() {
@@ -195,6 +198,7 @@ impl Bucket {
                 {
                     (last.elements.end, last.range.end) = (elements.end, range.end);
                 }
+                // Padding alone, as at the end of a bucket of elements.
                 _ if range.is_empty() => {}
                 _ => runs.push(Run { parameter, elements, range }),
             }
@@ -202,13 +206,8 @@ impl Bucket {
         runs
     }
 
-    /// Returns the contents of a range of the flat buffer, in order: for every piece, the index of
-    /// its parameter, the range of the parameter's elements, and the number of zeros after these
-    /// elements that are inside the range.
-    pub fn overlaps(
-        &self,
-        range: Range<usize>,
-    ) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    /// Returns the contents of a range of the flat buffer, in order.
+    pub fn overlaps(&self, range: Range<usize>) -> impl Iterator<Item = Overlap> {
         let clip = move |position: usize| position.clamp(range.start, range.end);
         let mut next_start = 0;
         self.pieces.iter().filter_map(move |piece| {
@@ -218,9 +217,35 @@ impl Bucket {
             let (from, to, last) = (clip(start), clip(start + piece.len), clip(end));
             // Positions in the padding are clipped to the end of the elements.
             let element = |position: usize| piece.start + (position - start).min(piece.len);
-            (from < last).then(|| (piece.parameter, element(from)..element(to), last - to))
+            (from < last).then(|| Overlap {
+                parameter: piece.parameter,
+                elements: element(from)..element(to),
+                padding: last - to,
+            })
         })
     }
+}
+
+/// The contents of a piece that are in a range of the flat buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Overlap {
+    /// Index of the parameter in the plan.
+    pub parameter: usize,
+    /// The range of the parameter's elements.
+    pub elements: Range<usize>,
+    /// Zeros after these elements that are inside the range.
+    pub padding: usize,
+}
+
+/// Neighbouring elements of a parameter in the flat buffer of a bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct InBuffer {
+    /// First of the elements, in the parameter.
+    pub first: usize,
+    /// Position of the first one in the buffer.
+    pub start: usize,
+    /// The number of elements.
+    pub len: usize,
 }
 
 /// Neighbouring elements of a parameter in one shard.
@@ -268,6 +293,8 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
         Work::Elements => BucketKind::Elements,
     };
     let mut buckets = vec![];
+    // Matrices first, since their updates take longest and hide the messages of what follows; small
+    // parameters last, with the decision of all ranks.
     let kinds =
         [BucketKind::Matrices, BucketKind::Whole, BucketKind::Elements, BucketKind::Replicated];
     for kind in kinds {
@@ -284,6 +311,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
             // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
             let bytes = match kind {
+                // No room for a second one: each is a bucket of its own.
                 BucketKind::Elements if placement.reduces_in_backward() => 0,
                 _ => config.bucket_bytes,
             };
@@ -330,6 +358,7 @@ fn cut(indices: &[usize], parameters: &[Parameter], bucket_bytes: usize) -> Vec<
     for &index in indices {
         let bytes = buffer_elements(&parameters[index]) * parameters[index].dtype.size();
         match buckets.last_mut() {
+            // A parameter larger than a bucket has one alone: parameters are never cut here.
             Some(bucket) if filled + bytes <= bucket_bytes => bucket.push(index),
             _ => {
                 filled = 0;
@@ -378,6 +407,7 @@ fn owned_pieces(
     owners: &[Vec<usize>],
     world_size: usize,
 ) -> (Vec<Piece>, Counts) {
+    // Counts of zero are allowed: a rank may own nothing of a bucket.
     let mut counts = vec![0; world_size];
     let mut pieces = vec![];
     for &parameter in indices {

@@ -20,6 +20,7 @@ pub struct ShapeCost {
 impl ShapeCost {
     /// Returns the cost of a batch of `count` matrices, which is 0 for a `count` of 0.
     pub fn batch(self, count: usize) -> f64 {
+        // No matrix, no launch: a batch has the fixed cost once.
         if count == 0 { 0.0 } else { self.fixed + self.each * count as f64 }
     }
 }
@@ -91,6 +92,7 @@ struct CostEntry {
     cost: ShapeCost,
 }
 
+// Keys of a JSON object are texts: a list of entries has the shapes as numbers.
 impl From<Vec<CostEntry>> for Costs {
     fn from(entries: Vec<CostEntry>) -> Self {
         Self::new(entries.into_iter().map(|entry| (entry.shape, entry.cost)))

@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use super::assignment::{Assignment, Class, busiest, load, makespan};
+use super::loads::{Assignment, Class, busiest, load, makespan};
 
 /// The smallest part of its load by which the busiest rank has to gain from an exchange. Smaller
 /// gains are rounding errors.
@@ -44,6 +44,7 @@ fn longest_first(classes: &[Class], world_size: usize, chunk_cost: f64) -> Assig
             loads[rank] + cost.batch(count + size) - cost.batch(count)
         };
         let rank = (0..world_size)
+            // The first of several: the plan must not depend on anything but its arguments.
             .min_by(|&a, &b| load_with_chunk(a).total_cmp(&load_with_chunk(b)))
             .expect("a world has ranks");
         loads[rank] = load_with_chunk(rank);
@@ -59,9 +60,11 @@ fn chunks(classes: &[Class], chunk_cost: f64) -> Vec<(usize, usize)> {
     for (index, Class { cost, matrices }) in classes.iter().enumerate() {
         // The cast saturates: negative sizes become 0, and infinite ones the largest number.
         let size = (((chunk_cost - cost.fixed) / cost.each) as usize).clamp(1, matrices.len());
+        // Chunks of one class are of one size, except for the last.
         chunks.extend(matrices.chunks(size).map(|chunk| (index, chunk.len())));
     }
     let cost = |&(class, size): &(usize, usize)| classes[class].cost.batch(size);
+    // Longest first: the small ones fill what the large ones leave uneven.
     chunks.sort_by(|a, b| cost(b).total_cmp(&cost(a)));
     chunks
 }
@@ -110,6 +113,7 @@ fn exchanges(
     owned(giver).flat_map(move |given_class| {
         let receivers = (0..assignment.len()).filter(move |&rank| rank != giver);
         receivers.flat_map(move |receiver| {
+            // The same class back would change nothing.
             let others = owned(receiver).filter(move |&class| class != given_class);
             iter::once(None).chain(others.map(Some)).map(move |returned_class| Exchange {
                 giver,
@@ -136,6 +140,7 @@ impl Exchange {
         let giver_load = loads[giver] - last_cost(giver, given_class, 0) + returned_cost(giver, 1);
         let receiver_load =
             loads[receiver] + last_cost(receiver, given_class, 1) - returned_cost(receiver, 0);
+        // The others keep their loads, and none of them is above the busiest.
         giver_load.max(receiver_load)
     }
 

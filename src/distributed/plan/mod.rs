@@ -11,17 +11,17 @@
 //! time limit, equal arguments give equal plans. With `Balancing::Optimal`, one rank has to send
 //! its [`Plan::owners`] to the others, which build their plans by [`Plan::with_owners`].
 
-mod assignment;
 mod bucket;
 mod cost;
-mod counts;
-mod cut;
+mod element_counts;
 mod greedy;
+mod loads;
 mod node_order;
 #[cfg(feature = "optimal")]
 mod optimal;
 mod owners;
 mod report;
+mod slice_elements;
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -31,17 +31,17 @@ use serde::{Deserialize, Serialize};
 
 pub use crate::parameters::Placement;
 #[doc(hidden)]
-pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
+pub use bucket::{Bucket, BucketKind, InBuffer, Overlap, Piece, ROW_ELEMENTS, Run};
 pub use cost::Costs;
 #[doc(hidden)]
 pub use cost::ShapeCost;
 #[doc(hidden)]
-pub use counts::Counts;
-pub(crate) use cut::Slice;
-#[doc(hidden)]
-pub use cut::{Cut, Slices};
+pub use element_counts::Counts;
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
+pub(crate) use slice_elements::Slice;
+#[doc(hidden)]
+pub use slice_elements::{Cut, Slices};
 
 use crate::error::{Error, Result};
 
@@ -176,6 +176,7 @@ impl Default for PlanConfig {
     fn default() -> Self {
         Self {
             balancing: Balancing::default(),
+            // The size of PyTorch's buckets (`bucket_cap_mb` of `DistributedDataParallel`).
             bucket_bytes: 25_000_000,
             order: MatrixOrder::default(),
             small_elements: 1024,
@@ -227,6 +228,8 @@ impl Plan {
     ) -> Result<Self> {
         check(&parameters, world_size, config)?;
         costs.check(&parameters)?;
+        // Before the owners: which matrices are a batch, and share a fixed cost, depends on the
+        // buckets.
         let layout = bucket::layout(&parameters, config);
         let owners = owners::owners(&parameters, &layout, world_size, config.balancing, costs);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
@@ -327,6 +330,7 @@ impl Plan {
     /// Returns a fingerprint of the plan's parameters, owners and buckets, which is the same in
     /// every process that runs the same program.
     pub fn digest(&self) -> u64 {
+        // Without random keys, so that ranks of one build agree.
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         hasher.finish()
@@ -369,11 +373,14 @@ impl Plan {
     /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.
     pub(super) fn decides_alone(&self, bucket: usize) -> bool {
         let parameters = &self.buckets[bucket].parameters;
+        // By parameter and not by rank: a parameter is decided on as a whole, and several owners
+        // would have to agree.
         parameters.iter().all(|parameter| self.owners[*parameter].len() == 1)
     }
 
     /// The order in which a step updates the buckets: first those that owners decide on alone.
     pub(super) fn update_order(&self) -> Vec<usize> {
+        // The order of the stages of a step.
         let (alone, together): (Vec<_>, Vec<_>) =
             (0..self.buckets.len()).partition(|bucket| self.decides_alone(*bucket));
         [alone, together].concat()
@@ -388,7 +395,7 @@ impl Plan {
     pub fn imbalance(&self, costs: &Costs) -> f64 {
         let loads = self.loads(costs);
         let mean = loads.iter().sum::<f64>() / self.world_size as f64;
-        let (_, max) = assignment::busiest(&loads);
+        let (_, max) = loads::busiest(&loads);
         // Without any matrix, every rank has the mean load, 0.
         if max == 0.0 { 1.0 } else { max / mean }
     }

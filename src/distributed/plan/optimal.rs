@@ -6,7 +6,7 @@ use good_lp::{
     variable,
 };
 
-use super::assignment::{Assignment, Class, makespan};
+use super::loads::{Assignment, Class, makespan};
 
 /// The largest number of classes times ranks for which the program is tried. Of the cases in the
 /// tests with fixed costs, 33 classes on 16 ranks were solved in 0.03 s, and 10 s on 64 ranks found

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::assignment::{Assignment, Class, Matrix};
 use super::bucket::{BucketContents, BucketKind};
 use super::greedy::greedy;
+use super::loads::{Assignment, Class, Matrix};
 #[cfg(feature = "optimal")]
 use super::optimal;
 use super::{Balancing, Costs, Parameter, ShapeCost, Work};
@@ -24,6 +24,7 @@ pub(super) fn owners(
     let ranks_of_matrices: Vec<(Matrix, usize)> = match balancing {
         Balancing::BlockCyclic => {
             let matrices = batches.into_iter().flat_map(|(_, matrices)| matrices);
+            // The baseline: one matrix after the other, whatever each costs.
             matrices.zip((0..world_size).cycle()).collect()
         }
         Balancing::Greedy => {
@@ -34,12 +35,14 @@ pub(super) fn owners(
         Balancing::Optimal { time_limit_s } => {
             let classes = classes(batches, costs);
             let start = greedy(&classes, world_size);
+            // From the greedy plan, so that a search without time returns at least that.
             assign(&classes, &optimal::improve(&classes, start, time_limit_s)).collect()
         }
     };
     let whole = whole(parameters);
     let assignment = greedy(&whole, world_size);
     let ranks_of_whole = assign(&whole, &assignment);
+    // Elements have no owner: their list is empty.
     let mut owners: Vec<_> = parameters.iter().map(|p| vec![0; p.owned().0]).collect();
     for ((parameter, index), rank) in ranks_of_matrices.into_iter().chain(ranks_of_whole) {
         owners[parameter][index] = rank;
@@ -59,6 +62,7 @@ fn whole(parameters: &[Parameter]) -> Vec<Class> {
         let cost = ShapeCost { fixed: 0.0, each: elements as f64 };
         Class { cost, matrices }
     };
+    // Largest first, as the greedy assignment expects its classes.
     sizes.into_iter().rev().map(class).collect()
 }
 
@@ -76,6 +80,8 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
             };
             let matrices = (0..count).map(|index| (parameter, index));
             match batches[first..].last_mut() {
+                // Only the last one: the layout has sorted by shape, and a batch ends with its
+                // bucket.
                 Some((shape, batch)) if *shape == [rows, columns] => batch.extend(matrices),
                 _ => batches.push(([rows, columns], matrices.collect())),
             }
@@ -103,6 +109,8 @@ fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class>
             None => classes.push(Class { cost, matrices }),
         }
     }
+    // Stable: classes of one cost stay in the order of the layout, so that equal arguments give
+    // equal plans.
     classes.sort_by(|a, b| b.cost.batch(1).total_cmp(&a.cost.batch(1)));
     classes
 }

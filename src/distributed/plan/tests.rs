@@ -221,9 +221,10 @@ fn with_more_ranks_than_work_some_shards_are_empty_or_padding() {
         ]
     );
     let elements = &plan.buckets()[1];
-    assert!(elements.overlaps(elements.shard_range(1)).eq([(1, 256..300, 212)]));
-    assert!(elements.overlaps(elements.shard_range(2)).eq([(1, 300..300, 256)]));
-    assert!(elements.overlaps(400..500).eq([(1, 300..300, 100)]));
+    let overlap = |elements, padding| [Overlap { parameter: 1, elements, padding }];
+    assert!(elements.overlaps(elements.shard_range(1)).eq(overlap(256..300, 212)));
+    assert!(elements.overlaps(elements.shard_range(2)).eq(overlap(300..300, 256)));
+    assert!(elements.overlaps(400..500).eq(overlap(300..300, 100)));
 }
 
 #[test]
@@ -429,7 +430,8 @@ proptest! {
             for rank in 0..world_size {
                 let mut filled = 0;
                 let mut shapes = vec![];
-                for (parameter, range, padding) in bucket.overlaps(bucket.shard_range(rank)) {
+                for overlap in bucket.overlaps(bucket.shard_range(rank)) {
+                    let Overlap { parameter, elements: range, padding } = overlap;
                     filled += range.len() + padding;
                     prop_assert_eq!(parameters[parameter].dtype, bucket.dtype);
                     prop_assert!(padding == 0 || range.end == parameters[parameter].elements());
@@ -471,9 +473,9 @@ proptest! {
         let plan = Plan::new(parameters, 1, &config, &Costs::default()).unwrap();
         let bucket = &plan.buckets()[0];
         let flat = |range| {
-            let parts = bucket.overlaps(range).flat_map(|(parameter, range, padding)| {
+            let parts = bucket.overlaps(range).flat_map(|Overlap { parameter, elements, padding }| {
                 let zeros = std::iter::repeat_n(None, padding);
-                range.map(move |element| Some((parameter, element))).chain(zeros)
+                elements.map(move |element| Some((parameter, element))).chain(zeros)
             });
             parts.collect::<Vec<_>>()
         };

@@ -1,8 +1,8 @@
 //! The example `train_lm` on the command line.
 
 mod comparisons;
-mod dial;
 mod estimate;
+mod from_depth;
 #[cfg(unix)]
 mod interruption;
 #[cfg(feature = "mpi")]

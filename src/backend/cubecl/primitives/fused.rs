@@ -75,7 +75,7 @@ mod tests {
 
     use super::*;
     use crate::backend::first_failure;
-    use crate::skips::excused;
+    use crate::skipped_tests::excused;
 
     /// An operation that fails, so that Burn drops it.
     #[derive(Debug)]

@@ -164,7 +164,7 @@ fn ranks_join_at_every_address_that_a_host_resolves_to() {
     // Not every machine has an IPv6 loopback interface.
     let v6 = TcpListener::bind("[::1]:0").is_ok();
     if !v6 {
-        crate::skips::skip("there is no IPv6 loopback");
+        crate::skipped_tests::skip("there is no IPv6 loopback");
     }
     let hosts = [
         ("127.0.0.1", &["127.0.0.1"][..]),

@@ -162,9 +162,11 @@ impl DistMuonConfig {
         self.check()?;
         let device = device_of(model);
         let planned = |rank: usize| -> Result<PlannedRank<'_>, E> {
+            // A world for each rank, since a layout knows the rank that it is on.
             let world = Planned::world(rank, ranks, nodes, device.clone())?;
             Ok(PlannedRank::new(self, layout(&world)?, model)?)
         };
+        // One plan for all: it is the same on every rank.
         let first = planned(0)?;
         let plan = first.plan()?;
         let mut all = vec![first.memory(&plan, 0)];
@@ -223,6 +225,7 @@ impl<'a> PlannedRank<'a> {
             masters,
             ..RankMemory::default()
         };
+        // Passes before the step, which they leave the means to.
         let memory = PassMemory::new(self).run(passes.parameters(), memory);
         StepMemory::new(self, plan, rank, memory).run()
     }
@@ -231,7 +234,7 @@ impl<'a> PlannedRank<'a> {
     fn means(&self) -> usize {
         let passes = self.layout.passes();
         let means = passes.parameters().iter();
-        means.map(|unit| unit.shard_count() * precise_dtype(unit.dtype).size()).sum()
+        means.map(|parameter| parameter.shard_count() * precise_dtype(parameter.dtype).size()).sum()
     }
 
     fn frozen(&self) -> usize {
@@ -239,7 +242,7 @@ impl<'a> PlannedRank<'a> {
         let bytes = |found: &Found| {
             let slice = cuts.slice(&found.path).map(|slice| slice.shape());
             let elements = match passes.get(&found.path) {
-                Some(unit) if unit.placement.is_owned() => unit.part_count().max(1),
+                Some(parameter) if parameter.placement.is_owned() => parameter.part_count().max(1),
                 _ => slice.unwrap_or_else(|| found.shape.clone()).iter().product(),
             };
             elements * found.dtype.size()

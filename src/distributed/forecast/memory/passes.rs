@@ -9,7 +9,7 @@ use crate::distributed::layout::PassParameter;
 
 /// A gradient on its way to its owners.
 struct Flight<'a> {
-    unit: &'a PassParameter,
+    parameter: &'a PassParameter,
     /// Bytes that count towards the limit, and bytes of the message.
     sent: usize,
     message: usize,
@@ -32,25 +32,27 @@ impl<'a> PassMemory<'a> {
     }
 
     /// Adds the peaks of passes to the bytes between steps.
-    pub fn run(mut self, units: &'a [Arc<PassParameter>], memory: RankMemory) -> RankMemory {
+    pub fn run(mut self, parameters: &'a [Arc<PassParameter>], memory: RankMemory) -> RankMemory {
         let limits = self.rank.layout.limits();
         // In the order of a backward pass; a message may be larger than the limit, alone.
-        for unit in units.iter().rev() {
-            let bytes = self.rank.gradient_dtype(unit.dtype).size();
-            let sent = unit.most_elements() * bytes;
+        for parameter in parameters.iter().rev() {
+            let bytes = self.rank.gradient_dtype(parameter.dtype).size();
+            let sent = parameter.most_elements() * bytes;
+            // The packed gradient waits while earlier ones make room.
             self.observe(sent);
             while !self.flights.is_empty() && self.sent() + sent > limits.in_flight {
                 self.land();
             }
-            let message = sent + unit.received() * bytes;
+            // The bytes sent and the bytes received are there at one time.
+            let message = sent + parameter.received() * bytes;
             self.messages += message;
-            self.flights.push_back(Flight { unit, sent, message, among_replicas: false });
+            self.flights.push_back(Flight { parameter, sent, message, among_replicas: false });
             self.observe(0);
         }
         while !self.flights.is_empty() {
             self.land();
         }
-        let gathered = gathered(units, limits.ahead);
+        let gathered = gathered(parameters, limits.ahead);
         let [shards, messages, together] = self.peaks;
         let peak = memory.between_steps() + memory.gradients + together + gathered;
         RankMemory { shards, messages, gathered, peak, ..memory }
@@ -62,16 +64,17 @@ impl<'a> PassMemory<'a> {
 
     fn land(&mut self) {
         let flight = self.flights.pop_front().expect("a gradient is on its way");
-        let Flight { unit, message, sent, among_replicas } = flight;
+        let Flight { parameter, message, sent, among_replicas } = flight;
         self.messages -= message;
-        let wide = precise_dtype(unit.dtype).size();
-        let replicas = unit.shard_counts().ranks();
+        let wide = precise_dtype(parameter.dtype).size();
+        let replicas = parameter.shard_counts().ranks();
         if replicas > 1 && !among_replicas {
-            let message = (unit.part_count() + unit.received_of_replicas()) * wide;
+            // The sum of the first stage is float32, whatever was sent.
+            let message = (parameter.part_count() + parameter.received_of_replicas()) * wide;
             self.messages += message;
-            self.flights.push_back(Flight { unit, sent, message, among_replicas: true });
+            self.flights.push_back(Flight { parameter, sent, message, among_replicas: true });
         } else {
-            self.means += unit.shard_count() * wide;
+            self.means += parameter.shard_count() * wide;
         }
         self.observe(0);
     }
@@ -84,9 +87,10 @@ impl<'a> PassMemory<'a> {
 }
 
 /// Bytes of owned parameters that are gathered ahead, with the one in use.
-fn gathered(units: &[Arc<PassParameter>], limit: usize) -> usize {
-    let owned = units.iter().filter(|unit| unit.placement.is_owned());
-    let all: Vec<usize> = owned.map(|unit| unit.bytes()).collect();
+fn gathered(parameters: &[Arc<PassParameter>], limit: usize) -> usize {
+    let owned = parameters.iter().filter(|parameter| parameter.placement.is_owned());
+    let all: Vec<usize> = owned.map(|parameter| parameter.bytes()).collect();
     let largest = all.iter().copied().max().unwrap_or_default();
+    // One may be larger than the limit, and is gathered nevertheless when it is used.
     largest.max(limit).min(all.iter().sum())
 }

@@ -95,6 +95,7 @@ impl Engine for Planned {
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        // All ranks would say the same: what ranks agree on holds in the forecast.
         Ok(vec![bytes; self.ranks])
     }
 
@@ -121,6 +122,7 @@ impl Engine for Planned {
     /// This rank alone, since a call has the color of no other rank. Plans take the ranks of a
     /// group from the mesh.
     fn split(&self, _: usize, _: usize) -> Result<Arc<dyn Engine>> {
+        // A group for which only its existence counts: sizes come from the mesh.
         Ok(Arc::new(Self { rank: 0, ranks: 1, nodes: 1 }))
     }
 

@@ -71,9 +71,12 @@ impl<'a> StepMemory<'a> {
         let buckets: Vec<_> = plan.buckets().iter().map(of_bucket).collect();
         Self {
             rank,
+            // The same function as in a step: the order of the calls is the step's own.
             stages: stages(plan, config.max_norm.is_some() || config.loss_scale.is_some()),
+            // A step neither takes nor frees these.
             constant: memory.frozen + memory.masters + memory.states,
             parameters: memory.parameters,
+            // The means of the passes are gradients of the step.
             gradients: memory.gradients + rank.means(),
             shards: 0,
             messages: 0,
@@ -100,6 +103,7 @@ impl<'a> StepMemory<'a> {
                 self.reduce(*bucket, &order);
             }
             if stage.exchanges {
+                // The agreement on rejected parameters waits for all calls before it.
                 self.land_all();
             }
             let mut next = 0;
@@ -129,6 +133,7 @@ impl<'a> StepMemory<'a> {
             && self.started < order.len()
         {
             let (next, exchanges) = order[self.started];
+            // Packed and dropped: from here on the message has them.
             self.gradients -= self.buckets[next].gradients;
             self.send(self.buckets[next].reduction, Flight::Reduction(next));
             if !exchanges {
@@ -185,6 +190,7 @@ impl<'a> StepMemory<'a> {
             }
             Flight::Gathering(bucket) => {
                 self.observe();
+                // After `observe`: the buffer and the new values are both there for a moment.
                 self.messages -= self.gathering(bucket)[0];
             }
         }
@@ -246,14 +252,16 @@ impl<'a> StepMemory<'a> {
             self.observe();
         }
         let passes = self.rank.layout.passes();
-        let replicated = passes
-            .parameters()
-            .iter()
-            .filter(|unit| unit.placement.is_owned() && unit.shard_count() < unit.part_count());
-        let parts =
-            replicated.map(|unit| (unit.shard_count() + unit.part_count()) * unit.dtype.size());
+        let replicated = passes.parameters().iter().filter(|parameter| {
+            parameter.placement.is_owned() && parameter.shard_count() < parameter.part_count()
+        });
+        let parts = replicated.map(|parameter| {
+            (parameter.shard_count() + parameter.part_count()) * parameter.dtype.size()
+        });
         let mut parts: Vec<usize> = parts.collect();
+        // The largest at once: the order of the model may bring them together.
         parts.sort_unstable();
+        // As many as a step publishes at once.
         self.messages += parts.iter().rev().take(self.rank.config.in_flight).sum::<usize>();
         self.observe();
     }

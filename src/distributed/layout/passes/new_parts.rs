@@ -23,6 +23,7 @@ impl Passes {
             return Ok(());
         }
         let pending =
+            // Started outside of the lock: an engine may wait here for other ranks.
             self.replicas(parameter).all_gather(shard, &parameter.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((parameter.index, pending));
@@ -61,6 +62,7 @@ impl Passes {
     /// Waits for all parts that are on their way.
     pub fn finish_publication(&self) -> Result<()> {
         let mut state = self.state();
+        // The last one brings all before it.
         while let Some((index, _)) = state.publishing.back() {
             let parameter = &self.parameters[*index];
             self.attempt(&mut state, |state| self.land_publication(state, parameter));
@@ -87,6 +89,7 @@ impl Passes {
         let value = part.clone().without_autodiff().reshape([-1]);
         let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
         let uses = &mut state.uses[parameter.index];
+        // From here on the value has an identity, and the published one without it is not needed.
         (uses.part, uses.published) = (values.map(|values| (values, value)), None);
         if let Some(ahead) = &mut uses.ahead {
             // Gathered before the part was used, it had no identity.

@@ -7,9 +7,9 @@ use burn::tensor::Tensor;
 
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
-use crate::distributed::layout::events::Events;
 use crate::distributed::layout::identity::Version;
-use crate::distributed::layout::order::{Order, Successors};
+use crate::distributed::layout::pass_calls::Events;
+use crate::distributed::layout::predicted_uses::{Order, Successors};
 use crate::error::Error;
 use crate::slices::bytes;
 
@@ -49,22 +49,46 @@ pub struct PassState {
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
     pub publishing: VecDeque<(usize, Pending)>,
     pub uses: Vec<Uses>,
-    /// Bytes of parameters that are gathered ahead, or on their way.
+    pub bytes: HeldBytes,
+    pub orders: UseOrders,
+    pub events: Events,
+    pub mode: PassMode,
+    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
+    /// are known.
+    pub partial: Option<Vec<bool>>,
+    pub failure: Option<Error>,
+}
+
+/// Bytes that are held now, and the most so far.
+#[derive(Debug, Default)]
+pub struct HeldBytes {
+    /// Parameters that are gathered ahead, or on their way.
     pub ahead: usize,
-    /// Bytes of gradients that are being reduced.
+    /// Parameters that some ranks do not use, kept for the backward pass.
+    pub kept: usize,
+    /// Gradients that are being reduced.
     pub reducing: usize,
-    /// Bytes of gradients that wait for the gradients of other uses.
+    /// Gradients that wait for the gradients of other uses.
     pub sums: usize,
-    /// Bytes of this rank's shards of means.
+    /// This rank's shards of means.
     pub means: usize,
     /// The bytes held at the peak of each kind, and of their sum.
     pub peaks: [PassBytes; 5],
+}
+
+/// The uses that are expected next, as the pass before had them.
+#[derive(Debug, Default)]
+pub struct UseOrders {
     pub forward: Order,
     /// The parameters that are gathered again in the backward pass.
     pub backward: Order,
     /// The parameters that are used without gradients.
     pub evaluation: Successors,
-    pub events: Events,
+}
+
+/// The purpose of the uses and gradients at present. No flag is set in an ordinary pass.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PassMode {
     pub is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
     pub is_reading: bool,
@@ -72,12 +96,6 @@ pub struct PassState {
     pub is_unused: bool,
     /// `true` while the gradients of a backward pass count as zero.
     pub is_drained: bool,
-    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
-    /// are known.
-    pub partial: Option<Vec<bool>>,
-    /// Bytes of such parameters that are kept for the backward pass.
-    pub kept: usize,
-    pub failure: Option<Error>,
 }
 
 /// The uses of a parameter in a pass.
@@ -198,8 +216,8 @@ impl Drop for PassState {
 impl PassState {
     pub fn held(&self) -> PassBytes {
         let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
-        let in_flight = self.reducing + self.sums;
-        PassBytes { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
+        let HeldBytes { ahead, kept, reducing, sums, means, .. } = self.bytes;
+        PassBytes { gathered: ahead + kept, in_flight: reducing + sums, means, publishing }
     }
 
     pub fn is_reducing(&self) -> bool {
@@ -221,7 +239,7 @@ impl PassState {
             |held| held.publishing,
             PassBytes::total,
         ];
-        for (peak, size) in self.peaks.iter_mut().zip(sizes) {
+        for (peak, size) in self.bytes.peaks.iter_mut().zip(sizes) {
             if size(&now) > size(peak) {
                 *peak = now;
             }
@@ -231,7 +249,7 @@ impl PassState {
     /// Takes a whole that was gathered out.
     pub fn take_ahead(&mut self, parameter: &PassParameter) -> Option<Tensor<1>> {
         let whole = self.uses[parameter.index].ahead.take()?.whole?;
-        self.ahead -= parameter.bytes();
+        self.bytes.ahead -= parameter.bytes();
         Some(whole)
     }
 }

@@ -6,10 +6,10 @@ use burn::optim::OptimizerRecord;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
 
-use super::super::counters::{COUNTERS, Counters};
-use super::super::divided::DividedModel;
+use super::super::custom_states::OwnStates;
+use super::super::device_counters::{COUNTERS, Counters};
+use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
-use super::super::own_states::OwnStates;
 use crate::checkpoint::{Contents, Planned, TrainedPaths};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};

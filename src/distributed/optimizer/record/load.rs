@@ -6,19 +6,19 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::super::DistModuleOptimizer;
+use super::super::bucket_shard::Shard;
 use super::super::busy::Busy;
-use super::super::counters::Counters;
-use super::super::divided::DividedModel;
+use super::super::custom_states::{fill_own, own_problem};
+use super::super::device_counters::Counters;
+use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
-use super::super::own_states::{fill_own, own_problem};
-use super::super::shard::Shard;
 use super::contents::{LOSS_SCALE, LOSS_SCALE_STEPS};
 use crate::checkpoint::{Archive, States};
 use crate::comm::World;
-use crate::difference::{Difference, DifferenceKind};
-use crate::distributed::plan::BucketKind;
+use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
+use crate::load_difference::{Difference, DifferenceKind};
 use crate::update::{CORRECTIONS, OWN_STATE, TIME, is_half, missing, unused as unused_slot};
 
 /// Fails for ranks that are about to load another file than rank 0.
@@ -288,11 +288,6 @@ fn verify_unread(divided: &DividedModel, states: &States, unused: &BTreeSet<Stri
     unread.into_iter().try_for_each(|name| states.archive().verify(name))
 }
 
-/// Neighbouring elements of a parameter in the buffer of its bucket, from
-/// [`Bucket::by_parameter`](crate::distributed::plan::Bucket::by_parameter): their start in the
-/// parameter, their start in the buffer, and their number.
-type InBuffer = (usize, usize, usize);
-
 /// A rank's part of a bucket's buffer, in host memory.
 struct HostShard {
     range: Range<usize>,
@@ -308,7 +303,7 @@ impl HostShard {
     }
 
     /// The elements of a segment that are in the shard, as a range of the buffer.
-    fn clip(&self, (_, start, len): InBuffer) -> Range<usize> {
+    fn clip(&self, InBuffer { start, len, .. }: InBuffer) -> Range<usize> {
         start.max(self.range.start)..(start + len).min(self.range.end)
     }
 
@@ -324,7 +319,7 @@ impl HostShard {
             if part.is_empty() {
                 continue;
             }
-            let (first, start, _) = *segment;
+            let InBuffer { first, start, .. } = *segment;
             let from = (first + part.start - start) * self.size;
             let to = (part.start - self.range.start) * self.size;
             let count = part.len() * self.size;

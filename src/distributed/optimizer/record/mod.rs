@@ -20,10 +20,10 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::DistModuleOptimizer;
 use super::busy::Busy;
-use super::own_states::OwnStates;
+use super::custom_states::OwnStates;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saver, States};
-use crate::difference::Difference;
 use crate::error::Result;
+use crate::load_difference::Difference;
 use contents::{Counter, recorded};
 use load::compare;
 use save::collect;

@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::super::divided::DividedModel;
+use super::super::divided_model::DividedModel;
 use crate::checkpoint::Divided;
-use crate::distributed::cuts::Cuts;
+use crate::distributed::sliced_parameters::Cuts;
 use crate::error::Result;
 use crate::parameters::{self, Field, Visit};
 

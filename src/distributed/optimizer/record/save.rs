@@ -8,12 +8,12 @@ use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use serde::Serialize;
 
 use super::super::DistModuleOptimizer;
+use super::super::bucket_shard::Shard;
 use super::super::busy::Busy;
-use super::super::divided::DividedModel;
-use super::super::own_states::OwnStates;
-use super::super::shard::Shard;
+use super::super::custom_states::OwnStates;
+use super::super::divided_model::DividedModel;
 use crate::checkpoint::{self, Contents, Saver, Saving};
-use crate::distributed::plan::{Bucket, BucketKind};
+use crate::distributed::plan::{Bucket, BucketKind, InBuffer};
 use crate::error::Result;
 use crate::parameters;
 
@@ -115,16 +115,17 @@ fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, 
     let parameters = bucket.by_parameter();
     // The buffer of a single parameter is passed on without a copy: such a bucket can be the
     // largest.
-    if let Some((number, runs)) = parameters.first_key_value()
-        && runs.iter().all(|(first, start, _)| first == start)
-        && runs.iter().map(|(.., len)| len).sum::<usize>() == elements
+    if let Some((number, segments)) = parameters.first_key_value()
+        && segments.iter().all(|segment| segment.first == segment.start)
+        && segments.iter().map(|segment| segment.len).sum::<usize>() == elements
     {
         return each(*number, bytes, dtype);
     }
     let size = dtype.size();
-    for (number, runs) in parameters {
-        let mut values = Vec::with_capacity(runs.iter().map(|(.., len)| len * size).sum());
-        for (_, start, len) in runs {
+    for (number, segments) in parameters {
+        let bytes_of_all = segments.iter().map(|segment| segment.len * size).sum();
+        let mut values = Vec::with_capacity(bytes_of_all);
+        for InBuffer { start, len, .. } in segments {
             values.extend_from_slice(&bytes[start * size..(start + len) * size]);
         }
         each(number, Bytes::from_bytes_vec(values), dtype);

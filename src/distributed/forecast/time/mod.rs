@@ -1,0 +1,66 @@
+//! The time of an iteration on a described machine.
+//!
+//! [`timeline`] goes through an iteration of a [`Plan`] on any number of ranks of a [`Machine`].
+
+mod machine;
+mod passes;
+mod step;
+#[cfg(test)]
+mod tests;
+
+pub use machine::{Links, Machine};
+pub use passes::PassTimes;
+
+use crate::distributed::plan::{Costs, Plan, Slices};
+use machine::Wires;
+use passes::Passes;
+use step::Step;
+
+/// The predicted seconds of an iteration, from [`timeline`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timeline {
+    /// Seconds from the start of the forward pass to the end of the step.
+    pub total: f64,
+    /// Seconds of computation of the busiest rank.
+    pub compute: f64,
+    /// Seconds of all collectives, one after the other.
+    pub communication: f64,
+}
+
+/// Predicts the duration of an iteration: a forward pass, a backward pass and a step. `costs`
+/// are in seconds.
+///
+/// The passes are divided among the parameters by their elements. Parameters are used in the
+/// order of the model, and their messages are
+///
+/// | placement | forward pass | backward pass | step |
+/// |---|---|---|---|
+/// | [`Replicated`](crate::distributed::plan::Placement::Replicated) | | | reduced, gathered |
+/// | [`Reduced`](crate::distributed::plan::Placement::Reduced) | gathered, as with [`AtFirstUse`](crate::distributed::Publish::AtFirstUse) | reduced | |
+/// | [`Owned`](crate::distributed::plan::Placement::Owned) | gathered | gathered again, reduced | |
+///
+/// New parameters arrive in whole buckets, in the order of the first parameter of each; all
+/// other messages of the passes are of single parameters.
+///
+/// Parameters that are cut have messages of slices. In the step, gradients are
+/// assembled after the reduction, and directions are distributed before new values are
+/// gathered. Of parameters in half precision or updated element by element, values are
+/// assembled and distributed. So they are for updates that need whole values, which a plan does
+/// not know.
+///
+/// A rank computes one parameter, or one bucket of the step, after the other.
+///
+/// # Panics
+///
+/// If `costs` has no entry for a shape of the plan.
+pub fn timeline(plan: &Plan, costs: &Costs, machine: &Machine, passes: &PassTimes) -> Timeline {
+    let (mut wires, step) = (Wires::default(), Step::new(plan, costs, machine));
+    let (passed, reduced) = Passes::new(plan, machine, passes).run(&mut wires);
+    let total = step.run(&mut wires, passed, &reduced);
+    Timeline { total, compute: passes.seconds + step.compute(), communication: wires.sent }
+}
+
+/// The number of slices of a parameter.
+fn slices(plan: &Plan, parameter: usize) -> usize {
+    plan.parameters()[parameter].slices.as_ref().map_or(1, Slices::count)
+}

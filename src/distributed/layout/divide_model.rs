@@ -1,0 +1,400 @@
+//! The division of a model, parameter by parameter, and its reversal.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+
+use burn::module::{Module, Param, ParamId, Reparameterizer};
+use burn::tensor::{Shape, Tensor};
+use serde::Serialize;
+
+use super::identity::Version;
+use super::pass_parameter::{PassParameter, Position};
+use super::passes::{Groups, Keep, Passes, SharingGroup};
+use super::reparameterizations::{Owned, Reduced};
+use super::{Cuts, Division, Layout, Place, Sharded};
+use crate::comm::{Pending, World};
+use crate::distributed::plan::{Parameter, Slice};
+use crate::distributed::same_parameters::same_parameters;
+use crate::error::{Error, Result};
+use crate::link;
+use crate::muon::MuonConfig;
+use crate::parameters::{self, Found, Placement, in_place_of};
+
+impl Layout {
+    /// Divides a model among the ranks: returns a model of the same type in which this rank has its
+    /// parts. The values are rank 0's. All ranks make this call, once for a layout.
+    ///
+    /// Parameters that are not initialised yet, as in a new model of Burn's layers, are initialised
+    /// one by one: in addition to its parts, a rank holds one parameter at a time.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if any rank has one of these errors:
+    ///
+    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, or a
+    ///   [`Place::owned`](super::Place::owned) without an axis;
+    /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
+    ///   layout that has divided a model before;
+    /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
+    ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard);
+    /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
+    ///   or models;
+    /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and
+    ///   has an adapter, or whose initial values are of another type than its device's; and for one
+    ///   that can't be cut as a [`Place::shard`](super::Place::shard) says: without that dimension
+    ///   or a divisor of it, with fewer elements than ranks, along one axis twice, with a
+    ///   [`Place::partial`](super::Place::partial) along the same axis, or along an axis of data in
+    ///   a list of layers;
+    /// - as [`MuonConfig::route`](crate::MuonConfig::route) and every collective.
+    pub fn shard<M: Module>(&self, model: M) -> Result<M> {
+        let world = self.world();
+        self.same_settings()?;
+        let Division { parameters, planned, cuts, .. } = world.agree(self.dividable(&model))?;
+        let all: Vec<Parameter> = planned.iter().map(|(parameter, _)| parameter.clone()).collect();
+        // Before any call that is sized by the plan: ranks with other models would exchange other
+        // lengths.
+        same_parameters(world, &all)?;
+        if parameters.is_empty() && cuts.is_empty() {
+            // Nothing is divided: rank 0's values for all, as without a layout.
+            return world.broadcast(model);
+        }
+        // The values are rank 0's. Other ranks on its device would draw random numbers in between.
+        let model = if world.is_main() { model } else { parameters::undrawn(model) };
+        let groups = cuts.groups(&self.mesh)?;
+        let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
+        let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
+        let model = model.apply_reparameterization(Shard {
+            world,
+            passes: &passes,
+            parameters: &owned,
+            cuts: &cuts,
+            error: &mut error,
+        });
+        let mut cut = Slicing { world, cuts: &cuts, owned: &owned, error };
+        // After the parts: what is owned was cut by `Shard`, and is skipped here.
+        let model = parameters::map(model, &mut cut);
+        if let Some(error) = cut.error {
+            return Err(error); // the others were told of it
+        }
+        // An engine may hold the last parameter until the next call.
+        world.agree(Ok(()))?;
+        let model = model.apply_reparameterization(Reduce::of(&passes));
+        // The rest of rank 0's values. Slices have arrived one by one, from the whole, and parts as
+        // well.
+        let model = world.broadcast_without(model, |path| cuts.slice(path).is_some())?;
+        self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
+        Ok(model)
+    }
+
+    /// Divides a model without its values, for a forecast: returns its parameters, with the shapes
+    /// of whole ones.
+    pub(in crate::distributed) fn divide<M: Module>(&self, model: &M) -> Result<Vec<Found>> {
+        let Division { parameters, planned, found, cuts } = self.division(model)?;
+        if !(parameters.is_empty() && cuts.is_empty()) {
+            let groups = cuts.groups(&self.mesh)?;
+            let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
+            self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
+        }
+        Ok(found)
+    }
+
+    /// Remembers how the model is divided.
+    fn set_sharded(&self, sharded: Sharded) {
+        assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
+    }
+
+    /// The ranks that share parameters, and those that have replicas of their parts.
+    fn groups(&self, parameters: &[Arc<PassParameter>]) -> Result<Groups> {
+        let world = self.world();
+        let group = |axes: Vec<String>| {
+            let grid = self.grid(&axes);
+            let positions = self.positions(&axes, &grid);
+            let split = |index: fn(&Position) -> usize| -> Result<World> {
+                let group = self.mesh.split(|rank| {
+                    let [replica, slice] = grid.positions[rank];
+                    [index(&positions[replica]) * grid.ranks[0].len() + slice, rank]
+                })?;
+                Ok(World::new(group, world.device().clone()))
+            };
+            // Ranks with one shard index share the parameter, each with another part; those with
+            // one part are its replicas.
+            let sharing = split(|position| position.shard)?;
+            Ok((axes, SharingGroup { sharing, replicas: split(|position| position.part)? }))
+        };
+        let axes: BTreeSet<Vec<String>> =
+            parameters.iter().map(|parameter| parameter.axes().to_vec()).collect();
+        let by_axes = axes.into_iter().map(group).collect::<Result<_>>()?;
+        Ok(Groups { world: world.clone(), by_axes })
+    }
+
+    /// Fails on all ranks if their layouts are not the same.
+    fn same_settings(&self) -> Result<()> {
+        self.world().same_config(&Settings {
+            owned: self.axis.as_deref(),
+            places: &self.places,
+            muon: &self.muon,
+            keep: self.keep,
+            small_elements: self.small_elements,
+            ahead_mb: self.ahead_mb,
+            in_flight_mb: self.in_flight_mb,
+            overlap_backward: self.overlaps_backward,
+            allow_unused: self.allows_unused,
+        })
+    }
+
+    fn dividable<M: Module>(&self, model: &M) -> Result<Division> {
+        let device = self.world().device();
+        if self.sharded().is_some() {
+            return Err(Error::usage(
+                "the layout has divided a model before",
+                "one model for each layout",
+                "a second model",
+                "make a new layout for it",
+            ));
+        }
+        let division = self.division(model)?;
+        if !division.parameters.is_empty() && !link::supports(device) {
+            return Err(Error::usage(
+                "the device can't train a divided model",
+                "a device of Flex, CubeCL or LibTorch",
+                format!("{device:?}"),
+                "use another device, or a model that is not divided",
+            ));
+        }
+        // Only a warning: the model trains, with more memory than was asked for.
+        let keeps = device.gradient_checkpointing_strategy();
+        if self.keep == Keep::Nothing && keeps == Some(Default::default()) {
+            log::warn!(
+                "weights of `Linear` layers on three dimensions stay in memory until the backward \
+                 pass: make the model on `device.autodiff().gradient_checkpointing()`, or set \
+                 `Layout::with_keep(Keep::Weights)`"
+            );
+        }
+        Ok(division)
+    }
+
+    /// Returns an ordinary model with all parameters on every rank, for evaluation on one rank, for
+    /// export, and for Burn's own records. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
+        let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
+        let ids = self.identities(model).into_ids();
+        let owned = by_path(passes, Placement::Owned);
+        // A use of every parameter gathers it. As a reading, it does not count as a pass.
+        let whole = passes.read(|| model.clone().materialize());
+        passes.ensure_alive()?;
+        let whole = parameters::map(whole, &mut Unshard { owned, ids });
+        let mut join = Joining { layout: self, cuts, error: None };
+        let whole = parameters::map(whole, &mut join);
+        join.error.map_or(Ok(whole), Err)
+    }
+}
+
+/// Replaces parameters by this rank's slices of rank 0's values.
+struct Slicing<'a> {
+    world: &'a World,
+    cuts: &'a Cuts,
+    /// Parameters that were divided as well.
+    owned: &'a HashMap<String, Arc<PassParameter>>,
+    error: Option<Error>,
+}
+
+impl parameters::Map for Slicing<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(slice) = self.cuts.slice(path) else { return param };
+        // After an error no further call: the other ranks have ended.
+        if self.error.is_some() || self.owned.contains_key(path) {
+            return param;
+        }
+        let (id, whole, mapper) = param.consume();
+        // Whole by whole, and not the model at once: a rank never holds more than one of rank 0's
+        // parameters.
+        let flat = whole.clone().without_autodiff().reshape([-1]);
+        let first = self.world.comm().broadcast(flat, 0).and_then(Pending::wait);
+        let value = match first {
+            Ok(first) => in_place_of(&whole, slice.of(&first).reshape(shape_of::<D>(slice))),
+            Err(error) => {
+                self.error = Some(error);
+                whole
+            }
+        };
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+/// The shape of a slice of a parameter with this number of dimensions.
+fn shape_of<const D: usize>(slice: &Slice) -> [usize; D] {
+    slice.shape().try_into().expect("a slice has the dimensions of the whole")
+}
+
+/// Replaces slices by whole parameters.
+struct Joining<'a> {
+    layout: &'a Layout,
+    cuts: &'a Cuts,
+    error: Option<Error>,
+}
+
+impl parameters::Map for Joining<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(slice) = self.cuts.slice(path).filter(|_| self.error.is_none()) else {
+            return param;
+        };
+        let group = self.layout.slice_group(slice.slices.axes()).expect("a cut has a group");
+        let (id, value, mapper) = param.consume();
+        let flat = value.clone().without_autodiff().reshape([-1]);
+        let all = group.across.all_gather(flat, &slice.counts()).and_then(Pending::wait);
+        let value = match all {
+            Ok(all) => {
+                let shape: [usize; D] =
+                    slice.slices.whole().try_into().expect("of the dimensions of a slice");
+                in_place_of(&value, slice.whole(&all).reshape(shape))
+            }
+            Err(error) => {
+                self.error = Some(error);
+                value
+            }
+        };
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+/// The settings of a layout, under the names of the methods that set them.
+#[derive(Serialize)]
+struct Settings<'a> {
+    owned: Option<&'a str>,
+    places: &'a [Place],
+    muon: &'a MuonConfig,
+    keep: Keep,
+    small_elements: usize,
+    ahead_mb: f64,
+    in_flight_mb: f64,
+    overlap_backward: bool,
+    allow_unused: bool,
+}
+
+/// Attaches parts to a model.
+struct Shard<'a> {
+    world: &'a World,
+    passes: &'a Arc<Passes>,
+    parameters: &'a HashMap<String, Arc<PassParameter>>,
+    cuts: &'a Cuts,
+    error: &'a mut Option<Error>,
+}
+
+impl Shard<'_> {
+    /// The value of an outcome. Keeps its error, and tells the other ranks, which wait for this one
+    /// in the next broadcast.
+    fn report<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        let tell = |error: &Error| self.world.comm().fail(&error.to_string());
+        outcome.inspect_err(tell).map_err(|error| *self.error = Some(error)).ok()
+    }
+
+    /// The part of a parameter with rank 0's value, which is trained like the whole.
+    fn part<const D: usize>(
+        &self,
+        parameter: &PassParameter,
+        whole: Tensor<D>,
+    ) -> Result<Tensor<1>> {
+        let types = [parameter.dtype, whole.dtype()];
+        parameters::ensure_initial_type(&parameter.path, self.world.rank(), types)?;
+        let flat = whole.clone().without_autodiff().reshape([-1]);
+        let first = self.world.comm().broadcast(flat, 0)?.wait()?;
+        let held = self.cuts.slice(&parameter.path).map_or(first.clone(), |slice| slice.of(&first));
+        Ok(in_place_of(&whole, parameter.part(held)))
+    }
+}
+
+impl Reparameterizer for Shard<'_> {
+    type Reparam = Owned;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Owned>) {
+        let Some(parameter) = self.parameters.get(path) else {
+            if self.error.is_none() && self.cuts.slice(path).is_none() {
+                // Random numbers are drawn in the order of the model, as on one device.
+                let initialised = parameters::initialise(path, self.world.rank(), &param);
+                self.report(initialised);
+            }
+            return (param, None);
+        };
+        let (id, whole, mapper) = param.consume();
+        let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
+        let shape = slice.unwrap_or(whole.shape());
+        let zero = Tensor::<D>::zeros([1; D], (&whole.device(), whole.dtype()));
+        let part = match self.error {
+            Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
+            None => self.part(parameter, whole),
+        };
+        let part = self.report(part).unwrap_or_else(|| zero.clone().reshape([1]));
+        let at = (path, self.world.rank());
+        let base = parameter.form.base(zero.expand(shape), mapper, at);
+        let (parameter, passes) = (parameter.clone(), self.passes.clone());
+        // The first pass gathers ahead as well.
+        passes.remember_part(&parameter, &part);
+        let part = Param::initialized(id, part);
+        (base, Some(Owned { part, version: Version::new(), parameter, passes }))
+    }
+}
+
+/// Planned parameters and their owners, by path.
+fn planned_by_path(
+    planned: Vec<(Parameter, Vec<usize>)>,
+) -> HashMap<String, (Parameter, Vec<usize>)> {
+    planned.into_iter().map(|entry| (entry.0.path.clone(), entry)).collect()
+}
+
+/// The parameters of the passes with a placement, by path.
+fn by_path(passes: &Passes, placement: Placement) -> HashMap<String, Arc<PassParameter>> {
+    let parameters =
+        passes.parameters().iter().filter(|parameter| parameter.placement == placement);
+    parameters.map(|parameter| (parameter.path.clone(), parameter.clone())).collect()
+}
+
+/// Attaches the reduction of gradients to a model.
+struct Reduce<'a> {
+    passes: &'a Arc<Passes>,
+    parameters: HashMap<String, Arc<PassParameter>>,
+}
+
+impl<'a> Reduce<'a> {
+    fn of(passes: &'a Arc<Passes>) -> Self {
+        Self { passes, parameters: by_path(passes, Placement::Reduced) }
+    }
+}
+
+impl Reparameterizer for Reduce<'_> {
+    type Reparam = Reduced;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Reduced>) {
+        let parameter = self.parameters.get(path).cloned();
+        (param, parameter.map(|parameter| Reduced { parameter, passes: self.passes.clone() }))
+    }
+}
+
+/// Gives parameters that were gathered their identity back, and the form in which they are stored.
+struct Unshard {
+    owned: HashMap<String, Arc<PassParameter>>,
+    ids: HashMap<String, ParamId>,
+}
+
+impl parameters::Map for Unshard {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some((parameter, id)) = self.owned.get(path).zip(self.ids.get(path)) else {
+            return param;
+        };
+        let (_, value, mapper) = param.consume();
+        // Gathered values are no leaves; the model that is returned is to be trained like any.
+        let whole = Param::from_mapped_value(*id, value, mapper);
+        parameter.form.whole(whole).set_require_grad(true)
+    }
+}

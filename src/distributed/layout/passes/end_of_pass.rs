@@ -1,0 +1,149 @@
+//! The end of a pass: its last calls, and the comparison with those of other ranks.
+
+use std::sync::PoisonError;
+
+use super::reduce_gradients::{MeanGradient, mean_of};
+use super::state::{LeafUses, PassState};
+use super::{Passes, SharingGroup};
+use crate::distributed::layout::identity::Identities;
+use crate::distributed::layout::pass_calls::{Event, Events};
+use crate::error::{Error, Result};
+
+impl Passes {
+    /// Ends a backward pass: returns this rank's shards of all gradients of a model. Those of other
+    /// values, such as a clone's, are dropped, as Burn does. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a gradient of a parameter that the model does not have, and for
+    /// micro-batches of other values than the model's; as every collective.
+    pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
+        let mut state = self.state();
+        // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
+        // comes without one.
+        self.exchange_uses(&mut state)?;
+        let partial = state.partial.clone().unwrap_or_default();
+        for parameter in &self.parameters {
+            if partial.get(parameter.index).copied().unwrap_or_default() {
+                self.attempt(&mut state, |state| {
+                    self.start_reducing_partial(state, parameter, model)
+                });
+                continue;
+            }
+            // Those with uses that the loss does not depend on.
+            let leaves: Vec<u64> =
+                state.uses[parameter.index].leaves.iter().map(|u| u.leaf).collect();
+            for leaf in leaves {
+                self.attempt(&mut state, |state| self.start_reducing(state, parameter, leaf));
+            }
+        }
+        // Before the means are read: the last reductions have landed then, and the ranks have
+        // compared their calls.
+        self.end_pass(&mut state)?;
+        state.bytes.means = 0;
+        let means = self
+            .parameters
+            .iter()
+            .zip(&mut state.uses)
+            .filter_map(|(parameter, uses)| mean_of(parameter, uses, model).transpose());
+        let means: Result<Vec<MeanGradient>> = means.collect();
+        means.inspect_err(|error| self.fail(&mut state, error.clone()))
+    }
+
+    /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
+    /// micro-batches. All ranks make this call.
+    pub fn discard(&self) -> Result<()> {
+        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
+        // Also where nothing is divided: micro-batches are kept for every layout.
+        drop(earlier.take_sum());
+        if self.parameters.is_empty() {
+            return Ok(());
+        }
+        let mut state = self.state();
+        for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
+            (uses.sum, uses.micro_batches) = (None, None);
+        }
+        state.bytes.sums = 0;
+        // The calls that were made must still be matched by the other ranks.
+        let outcome = self.end_pass(&mut state);
+        state.uses.iter_mut().for_each(|uses| uses.leaves.clear());
+        state.bytes.means = 0;
+        outcome
+    }
+
+    /// Waits for all calls, and compares them with the other ranks' calls.
+    pub(super) fn end_pass(&self, state: &mut PassState) -> Result<()> {
+        // After a failure there is nothing to wait for: the world has ended.
+        while state.failure.is_none() && !state.flights.is_empty() {
+            if let Err(error) = self.land(state) {
+                self.fail(state, error);
+            }
+        }
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        // The depths are kept and used again: the next graph starts from the first of them.
+        self.clock.reset();
+        state.orders.forward.end();
+        state.orders.backward.end();
+        state.orders.evaluation.end();
+        // Parameters gathered ahead for uses that did not come are dropped.
+        (state.bytes.ahead, state.bytes.kept, state.partial) = (0, 0, None);
+        for uses in &mut state.uses {
+            (uses.ahead, uses.kept) = (None, None);
+            uses.leaves.retain(LeafUses::has_gradient);
+            // The rest has gradients of micro-batches: the next backward pass counts its uses anew.
+            uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
+        }
+        // Taken before the comparison, so that a failed one does not leave them to the next pass.
+        let events = std::mem::take(&mut state.events);
+        let outcome = self.same_events(&events).map_err(|error| self.ending(&events, error));
+        if let Err(error) = &outcome {
+            // Only the ranks of a group know of a difference in it. Gradients that were reduced are
+            // of no use after it.
+            self.fail(state, error.clone());
+        }
+        outcome
+    }
+
+    /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
+    /// equal sizes, or if some are missing at the end: the comparison takes place in the groups of
+    /// the calls, where it meets them.
+    fn same_events(&self, events: &Events) -> Result<()> {
+        if self.parameters.is_empty() {
+            return Ok(());
+        }
+        let described = |event: Option<Event>| match event {
+            Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
+            Some(Event::Reduce(index)) => {
+                format!("had a gradient of `{}`", self.parameters[index].path)
+            }
+            None => "ended its pass".to_owned(),
+        };
+        let rank = self.groups.world.rank();
+        let difference = |first: &Events, local: &Events| {
+            let [first, local] = first.difference(local)?.map(described);
+            Some(format!("rank {rank} {local} where another rank {first}"))
+        };
+        let groups = self.groups.by_axes.values();
+        for group in groups.flat_map(|SharingGroup { sharing, replicas }| [sharing, replicas]) {
+            if let Some((_, calls)) = group.compare(events, difference)? {
+                return Err(Error::Mismatch { calls });
+            }
+        }
+        Ok(())
+    }
+
+    /// The error of the comparison, at which a rank with fewer calls than the others arrives first:
+    /// with the parameters of which this rank had no gradient.
+    fn ending(&self, events: &Events, error: Error) -> Error {
+        let without =
+            self.parameters.iter().filter(|parameter| !events.has(Event::Reduce(parameter.index)));
+        let paths: Vec<String> = without.map(|parameter| format!("`{}`", parameter.path)).collect();
+        // A rank with all gradients or with none: a list of paths would not help.
+        if paths.is_empty() || paths.len() == self.parameters.len() {
+            return error;
+        }
+        error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
+    }
+}

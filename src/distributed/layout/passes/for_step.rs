@@ -1,0 +1,179 @@
+//! The owned parameters of a model, as a step sees them.
+
+use std::ops::Index;
+use std::sync::{Arc, PoisonError};
+
+use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Shape, Tensor};
+
+use super::Passes;
+use crate::comm::Pending;
+use crate::distributed::layout::PassParameter;
+use crate::error::{Error, Result};
+use crate::parameters::{self, Field, Visit, in_place_if_trained};
+
+impl Passes {
+    pub fn get(&self, path: &str) -> Option<&Arc<PassParameter>> {
+        self.by_path.get(path)
+    }
+
+    /// Begins a step: releases the parts, so that the step has the only reference to them.
+    ///
+    /// # Errors
+    ///
+    /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
+    /// [`Error::Usage`] for gradients of `Layout::accumulate` that the step does not have.
+    pub fn begin_step(&self, rank: usize) -> Result<()> {
+        // Before anything is taken: the step has not changed anything when it fails here.
+        let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
+        if earlier > 0 {
+            return Err(Error::usage(
+                "the gradients lack earlier micro-batches",
+                "those of `Layout::backward`, which adds the earlier ones",
+                format!("gradients without {earlier} calls of `Layout::accumulate`"),
+                "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
+            ));
+        }
+        self.ensure_alive()?;
+        if let Some(parameter) = self.uncollected() {
+            let reason = "its gradient was not collected from the ranks";
+            let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
+            return Err(Error::parameter(&parameter.path, rank, reason, remedy));
+        }
+        self.forget_parts();
+        Ok(())
+    }
+
+    /// Fails for a gradient that the backward pass has returned for another model than the step's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for such a gradient among those that the step has left over.
+    pub fn ensure_taken(&self, left_over: &GradientsParams, rank: usize) -> Result<()> {
+        match self.among(left_over) {
+            Some(parameter) => {
+                let reason = "its gradient was taken for a model with other identities";
+                let remedy = "load or replace parameters before `Layout::backward`, and step the \
+                              model that it was called with";
+                Err(Error::parameter(&parameter.path, rank, reason, remedy))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// This rank's parts of all owned parameters of a model, with their paths, in its order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a model that was not divided by this layout.
+    pub fn parts<M: Module>(&self, model: &M, rank: usize) -> Result<Vec<(String, Tensor<1>)>> {
+        let mut parts = Parts(vec![]);
+        parameters::visit(model, &mut parts);
+        let Parts(parts) = parts;
+        let fits = |(path, part): &(String, Tensor<1>)| {
+            let parameter = self.get(path).filter(|parameter| parameter.placement.is_owned());
+            parameter.is_some_and(|parameter| part.dims() == [parameter.part_count().max(1)])
+        };
+        let other = parts.iter().find(|part| !fits(part)).map(|(path, _)| path);
+        let owned = self.by_path.values().filter(|parameter| parameter.placement.is_owned());
+        let missing = || {
+            let mut paths = owned.map(|parameter| &parameter.path);
+            paths.find(|path| !parts.iter().any(|part| part.0 == **path))
+        };
+        match other.or_else(missing) {
+            Some(path) => Err(Error::parameter(
+                path,
+                rank,
+                "the model is not divided as the optimizer's",
+                "use the model of the layout that the optimizer was made on",
+            )),
+            None => Ok(parts),
+        }
+    }
+
+    /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
+    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
+    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
+    /// that is waited for.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn publish_later(
+        &self,
+        parameter: &PassParameter,
+        shard: Tensor<1>,
+    ) -> Result<Option<Pending>> {
+        if self.replicas(parameter).size() == 1 {
+            // No message: the shard is the part.
+            return self.publish(parameter, shard).map(Some);
+        }
+        self.publish_at_first_use(parameter, shard)?;
+        Ok(None)
+    }
+
+    /// The part in place of a placeholder, with a value that is waited for at its first use.
+    pub fn part_at_first_use<const D: usize>(
+        self: &Arc<Self>,
+        parameter: &Arc<PassParameter>,
+        (id, placeholder): (ParamId, Tensor<D>),
+    ) -> Param<Tensor<D>> {
+        let (passes, parameter, device) = (self.clone(), parameter.clone(), placeholder.device());
+        let is_trained = placeholder.is_require_grad();
+        let shape = Shape::from([parameter.part_count().max(1)]);
+        let take = {
+            let shape = shape.clone();
+            move |device: &Device, is_trained: bool| {
+                let inner = device.clone().inner();
+                let part = passes.await_part(&parameter, &inner).to_device(&inner);
+                // It may have been frozen or unfrozen since the step.
+                let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
+                // At its first use: only then does the value have a leaf by which it is known.
+                passes.remember_part(&parameter, &part);
+                part
+            }
+        };
+        Param::uninitialized(id, take, device, is_trained, shape)
+    }
+
+    /// Starts to make this rank's new part of a parameter from its shards, which the ranks with
+    /// replicas of the part have updated.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn publish(&self, parameter: &PassParameter, shard: Tensor<1>) -> Result<Pending> {
+        if parameter.part_count() == 0 {
+            // A parameter has an element at least.
+            return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), parameter.dtype))));
+        }
+        let replicas = self.replicas(parameter);
+        if replicas.size() == 1 {
+            return Ok(Pending::ready(shard));
+        }
+        replicas.all_gather(shard, &parameter.shard_counts().to_vec())
+    }
+}
+
+/// The parts in a model, by the path of the whole.
+struct Parts(Vec<(String, Tensor<1>)>);
+
+impl Visit for Parts {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        if let Some(path) = parameters::path_of_whole(fields) {
+            self.0.push((path, param.val().without_autodiff().reshape([-1])));
+        }
+    }
+}
+
+impl Index<&str> for Passes {
+    type Output = Arc<PassParameter>;
+
+    /// # Panics
+    ///
+    /// If the parameter is not owned.
+    fn index(&self, path: &str) -> &Arc<PassParameter> {
+        &self.by_path[path]
+    }
+}

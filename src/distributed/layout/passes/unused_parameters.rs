@@ -1,0 +1,141 @@
+//! Parameters that some ranks do not use in a pass, and passes of ranks without batches.
+//!
+//! Before a backward pass, the ranks exchange which parameters each of them uses. Those that only
+//! some use are *partial*: their gradients are reduced at the end of the pass, with zeros, so that
+//! all ranks make the same calls.
+
+use std::sync::Arc;
+
+use super::state::{LeafUses, PassState};
+use super::{Keep, Passes};
+use crate::backend::precise_dtype;
+use crate::distributed::layout::PassParameter;
+use crate::distributed::layout::identity::Identities;
+use crate::error::{Error, Result};
+use crate::slices::{self, bytes};
+
+impl Passes {
+    /// Gathers the parameters that a function uses, of which this rank has no use.
+    pub fn unused<T>(&self, uses: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.mode.is_unused, uses)
+    }
+
+    /// Runs a backward pass whose gradients count as zero.
+    pub fn drained<T>(&self, backward: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.mode.is_drained, backward)
+    }
+
+    /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
+    /// ranks may have none.
+    pub(super) fn waits_for_end(&self, state: &PassState, parameter: &PassParameter) -> bool {
+        let is_partial = |partial: &Vec<bool>| partial[parameter.index];
+        // Until the ranks have exchanged their uses, every parameter waits: a backward pass without
+        // `begin_backward` could not tell.
+        self.limits.allows_unused && state.partial.as_ref().is_none_or(is_partial)
+    }
+
+    /// Begins a backward pass. If ranks may leave parameters out, they exchange which parameters
+    /// each of them uses, in one message. Those that only some use are gathered here if the pass
+    /// needs them again, and reduced at its end. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn begin_backward(&self) -> Result<()> {
+        let mut state = self.state();
+        self.exchange_uses(&mut state)?;
+        // The weights are in the graph of every rank that uses them.
+        if self.limits.keep == Keep::Weights {
+            return Ok(());
+        }
+        let partial = state.partial.clone().unwrap_or_default();
+        let owned = |parameter: &&Arc<PassParameter>| {
+            partial[parameter.index] && parameter.placement.is_owned()
+        };
+        for parameter in self.parameters.iter().filter(|_| !partial.is_empty()).filter(owned) {
+            let Some(part) = state.uses[parameter.index].part.clone() else {
+                let error = self.undeclared(parameter);
+                self.fail(&mut state, error.clone());
+                return Err(error);
+            };
+            let values = part.0;
+            // On all ranks, also those without a use: a gathering has to have all of its ranks.
+            let whole = self.gathered(&mut state, parameter, part, |_| Ok(()));
+            // Others took part in the call, and drop the result.
+            if state.uses[parameter.index].are_in_pass() {
+                state.bytes.kept += bytes(&whole);
+                state.uses[parameter.index].kept = Some((values, whole));
+                state.observe();
+            }
+        }
+        state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// The error of a parameter that this rank has neither used nor declared as unused.
+    fn undeclared(&self, parameter: &PassParameter) -> Error {
+        let reason = "other ranks use it in this pass, and this rank does not";
+        let remedy = "call `Layout::unused` where the others use it";
+        Error::parameter(&parameter.path, self.groups.world.rank(), reason, remedy)
+    }
+
+    /// Exchanges which parameters each rank uses in this pass, unless that is known or all ranks
+    /// use the same ones.
+    pub(super) fn exchange_uses(&self, state: &mut PassState) -> Result<()> {
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        if !self.limits.allows_unused || state.partial.is_some() || self.parameters.is_empty() {
+            return Ok(());
+        }
+        let count = self.parameters.len();
+        // Two bits for each parameter, used and not used: a union of both on all ranks shows where
+        // they differ.
+        let mut bits = vec![0; (2 * count).div_ceil(8)];
+        for (index, uses) in state.uses.iter().enumerate() {
+            let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
+            if uses.are_in_pass() || uses.are_earlier() {
+                set(index);
+            }
+            if !uses.are_in_pass() {
+                set(count + index);
+            }
+        }
+        let united = self.groups.world.comm().or_bytes(bits);
+        let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
+        let is_set = |bit: usize| united[bit / 8] >> (bit % 8) & 1 == 1;
+        state.partial =
+            Some((0..count).map(|index| is_set(index) && is_set(count + index)).collect());
+        Ok(())
+    }
+
+    /// Starts to reduce the gradient of a parameter that only some ranks use: that of the model's
+    /// value, or zeros. In float32, since only some ranks may have micro-batches.
+    pub(super) fn start_reducing_partial(
+        &self,
+        state: &mut PassState,
+        parameter: &PassParameter,
+        model: &Identities,
+    ) -> Result<()> {
+        let Some(leaf) = model.of(parameter)?.leaf else { return Err(self.undeclared(parameter)) };
+        let leaves = std::mem::take(&mut state.uses[parameter.index].leaves);
+        state.bytes.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        // The values of a clone are no part of the model's gradient.
+        let (of_model, others): (Vec<_>, Vec<_>) =
+            leaves.into_iter().partition(|uses| uses.leaf == leaf);
+        if others.iter().any(|uses| uses.micro_batches.is_some()) {
+            return Err(model.changed(parameter));
+        }
+        let mut uses = of_model.into_iter().next().unwrap_or_else(|| LeafUses::of(leaf));
+        let dtype = precise_dtype(parameter.dtype);
+        uses.sum = uses.sum.map(|sum| sum.cast(dtype));
+        if !uses.has_gradient() {
+            let device = self.groups.world.device().clone().inner();
+            // Zeros are sent like any gradient: the others wait for this rank's contribution.
+            uses.sum = Some(slices::zeros(parameter.shape.iter().product(), dtype, &device));
+        }
+        state.bytes.sums += uses.bytes();
+        state.observe();
+        state.uses[parameter.index].leaves.push(uses);
+        self.start_reducing(state, parameter, leaf)
+    }
+}

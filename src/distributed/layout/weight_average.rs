@@ -1,0 +1,108 @@
+//! Averages of the weights of a model, in the memory of its parts.
+
+use std::collections::{HashMap, HashSet};
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use super::Layout;
+use crate::backend::precise_dtype;
+use crate::checks::ensure_decay;
+use crate::error::{Error, Result};
+use crate::parameters::{self, Field, Visit, in_place_of};
+
+impl Layout {
+    /// Returns the average with the values of a model added to it: of every float parameter
+    /// `decay A + (1 - decay) P`, computed at least in float32. Starts with a clone of the model,
+    /// and is used like the model. Sends nothing.
+    ///
+    /// A rank averages the parts that it has. A mapper of the caller's would also compute with the
+    /// whole of every owned parameter, of which the model has the shape only, and take its memory.
+    ///
+    /// ```
+    /// use burn::module::Module;
+    /// use burn::nn::LinearConfig;
+    /// use distmuon::comm::World;
+    /// use distmuon::distributed::{Layout, Mesh};
+    ///
+    /// World::threads(World::devices(2), |world| {
+    ///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+    ///     let model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
+    ///     let average = layout.average(model.clone(), &model, 0.999)?; // after every step
+    ///     # let _ = average.num_params();
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a decay that is not in `[0, 1)`; [`Error::Parameter`] for a model
+    /// with other parameters than the average.
+    pub fn average<M: Module>(&self, average: M, model: &M, decay: f64) -> Result<M> {
+        ensure_decay("decay", decay)?;
+        let rank = self.world().rank();
+        let mut values = ValuesByPath(HashMap::new());
+        parameters::visit(model, &mut values);
+        let found = parameters::of(&average).into_iter();
+        let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
+        let mut averaging =
+            Averaging { owned: owned.collect(), values: values.0, decay, rank, error: None };
+        let average = parameters::map(average, &mut averaging);
+        averaging.error.map_or(Ok(average), Err)
+    }
+}
+
+/// The values of parameters, flat, or of this rank's parts of them.
+struct ValuesByPath(HashMap<String, Tensor<1>>);
+
+impl Visit for ValuesByPath {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        self.0.insert(
+            parameters::path_with_parts(fields),
+            param.val().without_autodiff().reshape([-1]),
+        );
+    }
+}
+
+struct Averaging {
+    owned: HashSet<String>,
+    values: HashMap<String, Tensor<1>>,
+    decay: f64,
+    rank: usize,
+    error: Option<Error>,
+}
+
+impl Averaging {
+    fn average<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let elements = old.shape().num_elements();
+        let value = self.values.remove(path).filter(|value| value.dims() == [elements]);
+        let Some(value) = value else {
+            let reason = "the model does not have it in the shape of the average";
+            let remedy = "start with a clone of the model";
+            self.error.get_or_insert(Error::parameter(path, self.rank, reason, remedy));
+            return Param::from_mapped_value(id, old, mapper);
+        };
+        let (dtype, shape) = (old.dtype(), old.shape());
+        // In half precision, a step of `1 - decay` is below the rounding of the average, which
+        // would never move.
+        let precise = precise_dtype(dtype);
+        let kept = old.clone().without_autodiff().cast(precise).mul_scalar(self.decay);
+        let new = kept + value.cast(precise).reshape(shape).mul_scalar(1.0 - self.decay);
+        Param::from_mapped_value(id, in_place_of(&old, new.cast(dtype)), mapper)
+    }
+}
+
+impl parameters::Map for Averaging {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.owned.contains(path) {
+            true => param, // the base
+            false => self.average(path, param),
+        }
+    }
+
+    fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.average(path, part)
+    }
+}

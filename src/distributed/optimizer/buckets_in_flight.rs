@@ -1,0 +1,499 @@
+//! The buckets of a step on their way: reduced, updated and gathered.
+//!
+//! The number of buckets in flight is limited, so that the memory of a step, in addition to the
+//! model, does not grow with the number of buckets. No rank waits for another while it updates:
+//! everything that it needs from the others arrived before.
+
+use std::collections::VecDeque;
+
+use burn::tensor::{DType, Tensor, TensorData};
+
+use super::bucket_shard::Shard;
+use super::decisions::{Decisions, StepControls, StepInputs};
+use super::detached_parameters::DetachedParameters;
+use super::divided_model::DividedModel;
+use super::global_clipping::counts;
+use super::memory_report::MemoryMeter;
+use super::traffic::{Reducing, Traffic, drop_all};
+use crate::backend::ScaledNorms;
+use crate::checks::ensure_all_computed;
+use crate::comm::Pending;
+use crate::distributed::config::Publish;
+use crate::distributed::plan::Run;
+use crate::error::Result;
+use crate::slices::{self, bytes};
+use crate::update::{Observations, UpdateTensors};
+
+/// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
+pub struct StepInProgress<'a> {
+    pub divided: &'a DividedModel,
+    traffic: &'a Traffic,
+    pub shards: &'a mut [Shard],
+    memory: &'a mut MemoryMeter,
+    pub inputs: StepInputs,
+    pub detached: DetachedParameters,
+    calls: CallsInFlight,
+    pub between: BetweenCalls,
+    /// 1 for parameters whose gradients this rank rejects.
+    pub flags: Tensor<1>,
+    /// 1 for parameters without a gradient on any rank.
+    pub absent: Tensor<1>,
+    /// `true` if gradients are clipped, by their norms.
+    clips: bool,
+    /// The norms of the step, if they were requested.
+    pub observations: Option<Observations>,
+}
+
+/// The calls that were started and are not finished. All ranks wait for the results in the order of
+/// the calls.
+#[derive(Default)]
+struct CallsInFlight {
+    /// The buckets in the order of the stages.
+    order: Vec<usize>,
+    /// The number of buckets whose reduction has started.
+    started: usize,
+    calls: VecDeque<Flight>,
+    /// Bytes of their buffers.
+    bytes: usize,
+}
+
+/// A call of a bucket.
+enum Flight {
+    Reduction(usize, Reducing),
+    /// The gradients of whole parameters, from slices.
+    Assembly(usize, Pending),
+    /// The values of whole parameters, from slices.
+    ValueAssembly(usize, Pending),
+    /// Directions or new values, to slices.
+    Distribution(usize, Pending),
+    Gathering(usize, Pending),
+}
+
+impl Flight {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Reduction(_, reducing) => reducing.bytes(),
+            Self::Assembly(_, pending)
+            | Self::ValueAssembly(_, pending)
+            | Self::Distribution(_, pending)
+            | Self::Gathering(_, pending) => pending.bytes(),
+        }
+    }
+}
+
+impl CallsInFlight {
+    fn push(&mut self, flight: Flight) {
+        self.bytes += flight.bytes();
+        self.calls.push_back(flight);
+    }
+
+    /// The number of buckets that are being reduced.
+    fn reductions(&self) -> usize {
+        // An assembly is the second half of a reduction: not counted, a further bucket would start
+        // while the gradients of this one are still on their way.
+        let is_reduction =
+            |flight: &&Flight| matches!(flight, Flight::Reduction(..) | Flight::Assembly(..));
+        self.calls.iter().filter(is_reduction).count()
+    }
+
+    /// The number of buckets that are being gathered.
+    fn gatherings(&self) -> usize {
+        let is_gathering =
+            |flight: &&Flight| matches!(flight, Flight::Distribution(..) | Flight::Gathering(..));
+        self.calls.iter().filter(is_gathering).count()
+    }
+}
+
+/// The tensors of buckets that are in no call: between one and the next, or after the last.
+pub struct BetweenCalls {
+    /// The shards that are reduced and not yet updated, by bucket.
+    pub reduced: Vec<Option<ReducedShard>>,
+    /// The values of shards whose parameters are slices, by bucket.
+    assembled: Vec<Option<Tensor<1>>>,
+    /// This rank's new values of buckets that are gathered once all are updated.
+    unpublished: Vec<(usize, Tensor<1>)>,
+    /// Bytes of the tensors above.
+    pub bytes: usize,
+    /// Updated values that are not sent, by parameter: further references.
+    local: Vec<(usize, Tensor<1>)>,
+}
+
+/// A shard between its reduction and its update.
+pub struct ReducedShard {
+    /// The gradients of this rank's parameters.
+    gradients: Vec<Tensor<1>>,
+    /// The gradients' norms, if they are to be clipped.
+    pub norms: Vec<ScaledNorms>,
+}
+
+impl BetweenCalls {
+    fn none(buckets: usize) -> Self {
+        Self {
+            reduced: (0..buckets).map(|_| None).collect(),
+            assembled: vec![None; buckets],
+            unpublished: vec![],
+            bytes: 0,
+            local: vec![],
+        }
+    }
+
+    fn put_reduced(&mut self, bucket: usize, reduced: ReducedShard) {
+        self.bytes += reduced.gradients.iter().map(bytes).sum::<usize>();
+        self.reduced[bucket] = Some(reduced);
+    }
+
+    fn take_gradients(&mut self, bucket: usize) -> Vec<Tensor<1>> {
+        let reduced = self.reduced[bucket].take();
+        let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
+        self.bytes -= gradients.iter().map(bytes).sum::<usize>();
+        gradients
+    }
+
+    fn put_assembled(&mut self, bucket: usize, values: Tensor<1>) {
+        self.bytes += bytes(&values);
+        self.assembled[bucket] = Some(values);
+    }
+
+    fn take_assembled(&mut self, bucket: usize) -> Option<Tensor<1>> {
+        let values = self.assembled[bucket].take()?;
+        self.bytes -= bytes(&values);
+        Some(values)
+    }
+
+    fn put_unpublished(&mut self, bucket: usize, values: Tensor<1>) {
+        self.bytes += bytes(&values);
+        self.unpublished.push((bucket, values));
+    }
+}
+
+impl<'a> StepInProgress<'a> {
+    /// A step before its first call, in which the `inputs.present` parameters have a gradient on
+    /// any rank.
+    pub fn new(
+        divided: &'a DividedModel,
+        traffic: &'a Traffic,
+        shards: &'a mut [Shard],
+        memory: &'a mut MemoryMeter,
+        inputs: StepInputs,
+        detached: DetachedParameters,
+        clips: bool,
+    ) -> Self {
+        let device = (&divided.device(), DType::F32);
+        let absent = inputs.present.iter().map(|present| f32::from(u8::from(!present)));
+        let absent: Vec<f32> = absent.collect();
+        // The order of the stages, in which the buckets that one owner decides on come first, and
+        // not the plan's.
+        let order = traffic.stages.iter().flat_map(|stage| stage.buckets.clone()).collect();
+        Self {
+            flags: Tensor::zeros([divided.trainable.len()], device),
+            absent: Tensor::from_data(TensorData::from(&*absent), device),
+            calls: CallsInFlight { order, ..CallsInFlight::default() },
+            between: BetweenCalls::none(shards.len()),
+            divided,
+            traffic,
+            shards,
+            memory,
+            inputs,
+            detached,
+            clips,
+            observations: None,
+        }
+    }
+
+    /// The number of buckets in flight.
+    pub fn in_flight(&self) -> usize {
+        self.traffic.in_flight
+    }
+
+    /// Counts the memory of this moment.
+    pub fn observe(&mut self) {
+        self.memory.observe(&self.detached, self.between.bytes, self.calls.bytes);
+    }
+
+    /// Waits until the gradients of a bucket are reduced. The next buckets are in flight by then,
+    /// and remain so while this one is updated.
+    pub fn ensure_reduced(&mut self, bucket: usize) -> Result<()> {
+        if self.traffic.reduces(&self.divided.world) && self.calls.started == 0 {
+            // Once in a step, since the question waits until all work is submitted, and before the
+            // first packing: a fused result does not always reveal that its inputs were not
+            // computed.
+            let gradients = (0..self.divided.trainable.len()).filter_map(|index| {
+                Some((self.divided.path(index), self.detached.gradients.get(index)?))
+            });
+            ensure_all_computed(gradients)?;
+        }
+        while self.calls.reductions() < self.traffic.in_flight
+            && self.calls.started < self.calls.order.len()
+        {
+            let next = self.calls.order[self.calls.started];
+            let gradients = &mut self.detached.gradients;
+            let reducing =
+                self.traffic.start_reduction(self.divided, &self.shards[next], gradients)?;
+            self.calls.push(Flight::Reduction(next, reducing));
+            // With the reduction, so that the values are there when the owner decides. Where the
+            // ranks decide together, `take_stages` starts it after the decision.
+            if self.traffic.is_alone(next) {
+                self.start_value_assembly(next)?;
+            }
+            self.calls.started += 1;
+            self.observe();
+        }
+        // The oldest call is waited for first, whichever it is: all ranks wait in the order of the
+        // calls, or an engine that works only while it is waited for would stop.
+        while self.between.reduced[bucket].is_none() {
+            self.land()?;
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if the owners of a bucket's matrices distribute directions, which are applied
+    /// to slices. An observed step has norms of whole values.
+    fn distributes_directions(&self, bucket: usize) -> bool {
+        let shard = &self.shards[bucket];
+        shard.exchange.is_cut() && shard.separates() && self.observations.is_none()
+    }
+
+    /// Starts to assemble the values of a bucket whose parameters are slices, if its update needs
+    /// whole ones. Where the ranks decide together, a step may still be skipped: not before that.
+    pub fn start_value_assembly(&mut self, bucket: usize) -> Result<()> {
+        let shard = &self.shards[bucket];
+        if !shard.exchange.is_cut() || self.distributes_directions(bucket) {
+            return Ok(());
+        }
+        let share = shard.pack_share(&mut self.detached.parameters, shard.bucket.dtype);
+        self.calls.push(Flight::ValueAssembly(bucket, shard.exchange.assemble(share)?));
+        Ok(())
+    }
+
+    /// Waits for the result of the oldest call.
+    fn land(&mut self) -> Result<()> {
+        let flight = self.calls.calls.pop_front().expect("a call was started");
+        let buffers = flight.bytes();
+        match flight {
+            Flight::Reduction(bucket, reducing) => {
+                let mut gradients = reducing.wait(&self.shards[bucket])?;
+                self.calls.bytes -= buffers;
+                let exchange = &self.shards[bucket].exchange;
+                if exchange.is_cut() {
+                    // To the owners of whole parameters. A share of slices is one tensor:
+                    // `Reducing::wait` does not split it.
+                    let pending = exchange.assemble(gradients.swap_remove(0))?;
+                    self.calls.push(Flight::Assembly(bucket, pending));
+                    self.observe();
+                } else {
+                    self.keep_gradients(bucket, gradients);
+                }
+                Ok(())
+            }
+            Flight::Assembly(bucket, pending) => {
+                let assembled = pending.wait()?;
+                self.calls.bytes -= buffers;
+                self.keep_gradients(bucket, self.shards[bucket].split(&assembled));
+                Ok(())
+            }
+            Flight::ValueAssembly(bucket, pending) => {
+                let values = pending.wait()?;
+                self.calls.bytes -= buffers;
+                self.between.put_assembled(bucket, values);
+                Ok(())
+            }
+            Flight::Distribution(bucket, pending) => {
+                let distributed = pending.wait()?;
+                self.calls.bytes -= buffers;
+                self.on_distributed(bucket, distributed)
+            }
+            Flight::Gathering(bucket, pending) => {
+                let gathered = pending.wait()?;
+                self.detached.publish(&self.shards[bucket].exchange.held, &gathered);
+                self.observe();
+                self.calls.bytes -= buffers;
+                Ok(())
+            }
+        }
+    }
+
+    /// Waits for the results of all calls.
+    pub fn land_all(&mut self) -> Result<()> {
+        while !self.calls.calls.is_empty() {
+            self.land()?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the gradients of a shard, which are final, until its update, and flags those that are
+    /// not usable.
+    fn keep_gradients(&mut self, bucket: usize, gradients: Vec<Tensor<1>>) {
+        let shard = &self.shards[bucket];
+        // The factor of a place is for a mean over ranks that the reduction has taken. A gradient
+        // that the program has averaged is final.
+        let is_mean = self.traffic.reduces(&self.divided.world)
+            || shard.bucket.placement.reduces_in_backward();
+        let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| {
+            let factor = self.divided.of_model(index).gradient_factor;
+            if is_mean && factor != 1.0 { gradient.mul_scalar(factor) } else { gradient }
+        };
+        // Scaled before the norms and flags: a factor may make a gradient infinite.
+        let gradients: Vec<_> = shard.parameters().zip(gradients).map(scaled).collect();
+        let norms = if self.clips { shard.norms(&gradients) } else { vec![] };
+        // Moved out: with a second reference, the flags would be copied before they are written.
+        let empty = slices::empty(DType::F32, &self.divided.device());
+        self.flags = shard.reject(&gradients, std::mem::replace(&mut self.flags, empty));
+        self.between.put_reduced(bucket, ReducedShard { gradients, norms });
+        self.observe();
+    }
+
+    /// Updates this rank's shard of a bucket, and starts to gather the other ranks' shards. Sets
+    /// the flags of matrices for which the iteration diverged in `diverged`.
+    pub fn update(
+        &mut self,
+        bucket: usize,
+        controls: &StepControls,
+        diverged: &mut Tensor<1>,
+    ) -> Result<()> {
+        let gradients = self.between.take_gradients(bucket);
+        let updated = if self.distributes_directions(bucket) {
+            let decisions = Decisions { controls, inputs: &self.inputs };
+            self.shards[bucket].directions(gradients, decisions, diverged)
+        } else {
+            let values = self.values(bucket)?;
+            let decisions = Decisions { controls, inputs: &self.inputs };
+            let shard = &mut self.shards[bucket];
+            // Of a bucket that all ranks update alike, one rank counts, or the sum over ranks would
+            // count it several times.
+            let is_counted = counts(&shard.bucket, self.divided.world.rank());
+            let observations = self.observations.as_mut().filter(|_| is_counted);
+            let tensors = UpdateTensors { gradients, values };
+            shard.update(tensors, decisions, diverged, observations)
+        };
+        // The message starts before the next update is queued: it is on its way meanwhile.
+        self.on_updated(bucket, updated)?;
+        self.observe();
+        // After the start, so that at least one bucket is on its way during the next update.
+        while self.calls.gatherings() >= self.traffic.in_flight {
+            self.land()?;
+        }
+        Ok(())
+    }
+
+    /// The values of a shard's parameters, which are waited for if they are assembled.
+    fn values(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
+        while self.shards[bucket].exchange.is_cut() && self.between.assembled[bucket].is_none() {
+            self.land()?;
+        }
+        let shard = &self.shards[bucket];
+        Ok(match self.between.take_assembled(bucket) {
+            Some(values) => shard.split(&values),
+            None => shard.take(&mut self.detached.parameters),
+        })
+    }
+
+    /// Sends the tensors that an update has returned to the ranks that need them, or stores them.
+    fn on_updated(&mut self, bucket: usize, updated: Vec<Tensor<1>>) -> Result<()> {
+        let shard = &self.shards[bucket];
+        if shard.exchange.is_cut() {
+            let packed = shard.pack(updated);
+            // Before it is sent: other ranks could not tell a buffer that was never computed from
+            // values.
+            self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
+            let pending = shard.exchange.distribute(packed)?;
+            self.calls.push(Flight::Distribution(bucket, pending));
+        } else if shard.is_gathered() {
+            let packed = shard.pack(updated);
+            self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
+            self.gather(bucket, packed)?;
+        } else {
+            for ((parameter, start), value) in shard.parameters().zip(updated) {
+                // Asked for once at the end of the step: a question for each bucket would wait for
+                // the device each time.
+                self.between.local.push((parameter, value.clone()));
+                self.detached.parameters.set(parameter, start, value);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gathers the slices that the owners of whole parameters have distributed: new values, or
+    /// directions, which are applied first.
+    fn on_distributed(&mut self, bucket: usize, distributed: Tensor<1>) -> Result<()> {
+        let mut share = distributed;
+        if self.distributes_directions(bucket) {
+            let (shard, values) = (&self.shards[bucket], &mut self.detached.parameters);
+            share = shard.apply(&share, values, &self.inputs);
+            // Directions were asked for at their owner; their application is new work of this rank.
+            self.divided.ensure_bucket_computed(&shard.bucket, &share)?;
+        }
+        if self.shards[bucket].is_gathered() {
+            return self.gather(bucket, share);
+        }
+        self.keep_share(bucket, &share);
+        Ok(())
+    }
+
+    /// Stores this rank's share of the new values, where it is all that the rank has.
+    fn keep_share(&mut self, bucket: usize, share: &Tensor<1>) {
+        let exchange = &self.shards[bucket].exchange;
+        match exchange.held.placement.is_owned() {
+            // In the runs in which it was detached.
+            true => {
+                for Run { parameter, elements, range } in exchange.held.runs(exchange.group.rank())
+                {
+                    let values = slices::slice(share, range);
+                    self.detached.parameters.set(parameter, elements.start, values);
+                }
+            }
+            // All of the slices, whose pieces may be in any order.
+            false => self.detached.publish(&exchange.held, share),
+        }
+        self.observe();
+    }
+
+    /// Starts to gather a bucket from this rank's new values, or keeps them until all buckets are
+    /// updated.
+    fn gather(&mut self, bucket: usize, values: Tensor<1>) -> Result<()> {
+        let exchange = &self.shards[bucket].exchange;
+        match self.traffic.publish {
+            Publish::AtFirstUse => {
+                // The old values are of no use any more. Dropped before the gathering, they leave
+                // room for it.
+                drop_all(&exchange.held, &mut self.detached.parameters);
+                self.between.put_unpublished(bucket, values);
+            }
+            Publish::Now => {
+                let counts = exchange.held.counts.to_vec();
+                let gathering = exchange.publishers.all_gather(values, &counts)?;
+                self.calls.push(Flight::Gathering(bucket, gathering));
+            }
+        }
+        self.observe();
+        Ok(())
+    }
+
+    /// Starts to gather the buckets that are waited for at their first use, in the order of the
+    /// first parameters that they have in the model.
+    pub fn publish_in_order(&mut self) -> Result<()> {
+        let mut unpublished = std::mem::take(&mut self.between.unpublished);
+        // In the order of the next forward pass: a use waits for its bucket and for those before
+        // it.
+        unpublished.sort_by_key(|(bucket, _)| self.shards[*bucket].bucket.parameters.iter().min());
+        for (bucket, values) in unpublished {
+            self.between.bytes -= bytes(&values);
+            let exchange = &self.shards[bucket].exchange;
+            let counts = exchange.held.counts.to_vec();
+            let gathering = exchange.publishers.all_gather(values, &counts)?;
+            self.traffic.publication.add(&exchange.held, gathering);
+            self.observe();
+        }
+        Ok(())
+    }
+
+    /// Fails if the device did not compute the values that are not sent: once for all of them,
+    /// since the question waits for all work to be submitted to the device.
+    pub fn ensure_local_computed(&mut self) -> Result<()> {
+        let local = self.between.local.iter();
+        ensure_all_computed(local.map(|(index, values)| (self.divided.path(*index), values)))?;
+        // Before the values are reattached to the model: the last reference to a tensor is consumed
+        // by the operation that reads it, and any other one is dropped by an operation of its own.
+        self.between.local.clear();
+        Ok(())
+    }
+}

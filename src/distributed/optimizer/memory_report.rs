@@ -1,0 +1,180 @@
+//! The memory of a rank, counted from the tensors that it holds.
+
+use std::fmt;
+
+use comfy_table::{Table, presets};
+
+use super::bucket_shard::Shard;
+use super::detached_parameters::DetachedParameters;
+use super::publication::Arriving;
+use crate::distributed::layout::{PassBytes, Passes};
+
+/// Bytes of one kind of tensor in a [`MemoryReport`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes at the time of the report.
+    pub now: usize,
+    /// Largest number of bytes since the optimizer was made.
+    pub peak: usize,
+    /// Bytes at the time of the largest total, the first one of several.
+    pub at_peak: usize,
+}
+
+/// Bytes that one rank holds, from
+/// [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory). Prints as a table.
+///
+/// The report counts the tensors of the model and of the optimizer between the phases of a step,
+/// the owned parameters and gradients of forward and backward passes, and the buffers that the
+/// engine has allocated. It counts neither the intermediate results of an update nor the memory
+/// that a backend keeps in reserve. `total` is the sum of all kinds at one time, so its peak may be
+/// less than the sum of the other peaks; it is the sum of their `at_peak`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryReport {
+    /// The model's trained parameters.
+    pub parameters: Usage,
+    /// Gradients that were given to the step.
+    pub gradients: Usage,
+    /// This rank's shards of the reduced gradients, until a pass returns them or a step uses them.
+    pub shards: Usage,
+    /// Master weights of this rank's shards: see [`MasterWeights`](crate::MasterWeights).
+    pub masters: Usage,
+    /// Momentum, moments and everything else in the state of this rank's shards.
+    pub states: Usage,
+    /// Buffers for sending and receiving of the collectives of a step in flight, which may last
+    /// until the new parameters are used.
+    pub buffers: Usage,
+    /// Owned parameters that are gathered ahead of their use, with the one in use. Those that a
+    /// graph keeps for its backward pass are not counted.
+    pub gathered: Usage,
+    /// Gradients that backward passes reduce: summed up, or on their way to their owners.
+    pub in_flight: Usage,
+    /// The sum of all kinds.
+    pub total: Usage,
+    /// Communicators at the time of the report, of which an engine may keep memory that is not
+    /// counted: NCCL some of the device for each.
+    pub communicators: usize,
+}
+
+/// The bytes of every kind at one time.
+#[derive(Debug, Clone, Copy, Default)]
+struct Snapshot {
+    parameters: usize,
+    gradients: usize,
+    shards: usize,
+    masters: usize,
+    states: usize,
+    buffers: usize,
+    gathered: usize,
+    in_flight: usize,
+}
+
+/// The report of a rank so far, and what it has between steps, which never changes.
+pub(super) struct MemoryMeter {
+    report: MemoryReport,
+    parameters: usize,
+    /// Momentum and moments, without master weights.
+    states: usize,
+    masters: usize,
+}
+
+impl MemoryMeter {
+    /// The memory before the first step, with the bytes of the rank's parameters.
+    pub fn new(parameters: usize, shards: &[Shard]) -> Self {
+        let states: usize = shards.iter().map(Shard::state_bytes).sum();
+        let masters = shards.iter().map(Shard::master_bytes).sum();
+        let states = states - masters;
+        let mut report = MemoryReport::default();
+        report.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
+        Self { report, parameters, states, masters }
+    }
+
+    /// Counts what the rank has at a moment of a step, with the bytes of its reduced shards and of
+    /// buffers in flight.
+    pub fn observe(&mut self, detached: &DetachedParameters, shards: usize, buffers: usize) {
+        self.report.observe(Snapshot {
+            parameters: detached.parameters.bytes(),
+            gradients: detached.gradients.bytes(),
+            shards,
+            masters: self.masters,
+            states: self.states,
+            buffers,
+            ..Snapshot::default()
+        });
+    }
+
+    /// The report between two steps, with the peaks of the passes and what they have now.
+    pub fn between_steps(&self, passes: &Passes, arriving: &Arriving) -> MemoryReport {
+        let snapshot = |held: PassBytes| Snapshot {
+            parameters: self.parameters,
+            shards: held.means,
+            masters: self.masters,
+            states: self.states,
+            buffers: held.publishing,
+            gathered: held.gathered,
+            in_flight: held.in_flight,
+            ..Snapshot::default()
+        };
+        let mut report = self.report;
+        passes.held().into_iter().for_each(|peak| report.observe(snapshot(peak)));
+        let mut now = snapshot(passes.holds());
+        now.parameters -= arriving.parameters;
+        now.buffers += arriving.buffers;
+        report.observe(now);
+        report
+    }
+}
+
+impl MemoryReport {
+    fn observe(&mut self, snapshot: Snapshot) {
+        let Snapshot {
+            parameters,
+            gradients,
+            shards,
+            masters,
+            states,
+            buffers,
+            gathered,
+            in_flight,
+        } = snapshot;
+        let tensors = parameters + gradients + shards + masters + states;
+        let total = tensors + buffers + gathered + in_flight;
+        let is_peak = total > self.total.peak;
+        for (kind, now) in [
+            (&mut self.parameters, parameters),
+            (&mut self.gradients, gradients),
+            (&mut self.shards, shards),
+            (&mut self.masters, masters),
+            (&mut self.states, states),
+            (&mut self.buffers, buffers),
+            (&mut self.gathered, gathered),
+            (&mut self.in_flight, in_flight),
+            (&mut self.total, total),
+        ] {
+            let at_peak = if is_peak { now } else { kind.at_peak };
+            *kind = Usage { now, peak: kind.peak.max(now), at_peak };
+        }
+    }
+}
+
+impl fmt::Display for MemoryReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["bytes of", "now", "peak", "at the peak of the total"]);
+        for (kind, bytes) in [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("gradient shards", self.shards),
+            ("master weights", self.masters),
+            ("states", self.states),
+            ("buffers", self.buffers),
+            ("gathered parameters", self.gathered),
+            ("gradients in flight", self.in_flight),
+            ("total", self.total),
+        ] {
+            let Usage { now, peak, at_peak } = bytes;
+            table.add_row([kind.into(), now.to_string(), peak.to_string(), at_peak.to_string()]);
+        }
+        write!(f, "{table}\ncommunicators: {}", self.communicators)
+    }
+}

@@ -1,0 +1,76 @@
+//! The counts of an optimizer over its steps, for every parameter.
+
+use burn::tensor::{DType, Tensor};
+
+use super::device_counters::Counters;
+use super::divided_model::DividedModel;
+use super::missing_gradients::Absence;
+use super::rejected_gradients::RowSums;
+use crate::error::Result;
+use crate::muon::MuonConfig;
+use crate::slices;
+use crate::update::{Place, SkippedSteps};
+
+/// The counts of skipped steps, of diverged matrices and of steps without a gradient.
+pub struct Accounts {
+    pub counters: Counters,
+    pub skipped: SkippedSteps,
+    /// The place of the counters among the skipped steps of all optimizers.
+    pub place: Place,
+    /// Sums over the matrices that this rank updates, by parameter.
+    pub matrices: RowSums,
+    /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
+    /// parameters that stay as they are, when it is counted.
+    pub diverged: Tensor<1>,
+    pub absence: Absence,
+}
+
+impl Accounts {
+    /// Counts of zero. `matrices` has the parameter of each matrix that this rank updates.
+    pub fn new(config: &MuonConfig, divided: &DividedModel, matrices: &[usize]) -> Self {
+        let (parameters, device) = (divided.trainable.len(), divided.device());
+        Self {
+            counters: Counters::new(parameters, &device),
+            skipped: divided.routing.updates().skipped.clone(),
+            place: Place::default(),
+            matrices: RowSums::new(matrices, parameters, &device),
+            diverged: slices::zeros(matrices.len(), DType::F32, &device),
+            absence: Absence::new(config.max_absent, parameters),
+        }
+    }
+
+    /// Registers the counts as they are now.
+    pub fn start_counting(&mut self, divided: &DividedModel) {
+        let names = divided.trainable.iter().map(|parameter| parameter.path.clone()).collect();
+        let reserved = self.place.has_started().then_some(self.place);
+        let skipped = self.counters.skipped.clone();
+        self.place = self.skipped.start(reserved, names, skipped, divided.times());
+    }
+
+    /// Counts skipped steps in other counts.
+    pub fn count_skipped_in(&mut self, skipped: &SkippedSteps, divided: &DividedModel) {
+        self.skipped = skipped.clone();
+        self.place = Place::default();
+        self.start_counting(divided);
+    }
+
+    /// Counts a step in which the `present` parameters have a gradient on any rank, and logs what
+    /// is unusual.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Usage`](crate::Error::Usage) if no parameter had a gradient in too many steps.
+    pub fn count_absent(&mut self, present: &[bool], divided: &DividedModel) -> Result<()> {
+        let warning = self.absence.count(present, |index| divided.path(index))?;
+        if let Some(warning) = warning.filter(|_| divided.world.is_main()) {
+            log::warn!("{warning}");
+        }
+        Ok(())
+    }
+
+    /// Counts no matrix as diverged.
+    pub fn forget_diverged(&mut self) {
+        let matrices = self.diverged.dims()[0];
+        self.diverged = slices::zeros(matrices, DType::F32, &self.diverged.device());
+    }
+}

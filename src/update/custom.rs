@@ -1,0 +1,170 @@
+//! The update of a whole parameter by any optimizer of Burn's interface.
+
+use std::sync::Arc;
+
+use burn::optim::{DynOptimizer, DynState, LearningRate, StateSink, StateSource, join_path};
+use burn::tensor::kind::BridgeTensor;
+use burn::tensor::{DType, Device, Shape, Tensor};
+
+use super::ledger::{Ledger, UpdatedBy};
+use super::muon::scaled_by;
+use super::precision::Precision;
+use super::rounding::Origin;
+use super::state::{Slot, Slots};
+use super::step_norms::Observations;
+use crate::backend::precise_dtype;
+
+/// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
+/// slots.
+pub(crate) const OWN_STATE: &str = "state";
+
+/// The largest number of dimensions that Burn's optimizers support.
+pub(crate) const MAX_RANK: usize = 8;
+
+/// Evaluates an expression for the number of dimensions `$rank`, as the constant `$d`.
+macro_rules! with_rank {
+    ($rank:expr, $d:ident => $body:expr) => {
+        match $rank {
+            1 => {
+                const $d: usize = 1;
+                $body
+            }
+            2 => {
+                const $d: usize = 2;
+                $body
+            }
+            3 => {
+                const $d: usize = 3;
+                $body
+            }
+            4 => {
+                const $d: usize = 4;
+                $body
+            }
+            5 => {
+                const $d: usize = 5;
+                $body
+            }
+            6 => {
+                const $d: usize = 6;
+                $body
+            }
+            7 => {
+                const $d: usize = 7;
+                $body
+            }
+            8 => {
+                const $d: usize = 8;
+                $body
+            }
+            rank => panic!("a parameter of {rank} dimensions can't be updated whole"),
+        }
+    };
+}
+pub(crate) use with_rank;
+
+/// A parameter in a step.
+pub(crate) struct WholeParameter<'a> {
+    /// Index of its flag.
+    pub flag: usize,
+    pub shape: &'a [usize],
+    pub lr: LearningRate,
+    pub origin: Origin<'a>,
+    /// Factors on its new values, flat.
+    pub factors: Option<Tensor<1>>,
+}
+
+/// The update of a parameter by one optimizer.
+#[derive(Clone)]
+pub(crate) struct WholeUpdate {
+    pub name: Arc<str>,
+    pub optimizer: Arc<dyn DynOptimizer>,
+    pub precision: Precision,
+    pub ledger: Ledger,
+}
+
+impl WholeUpdate {
+    /// The slots in addition to the optimizer's own state, for parameters of a type.
+    pub fn slots(&self, parameter: DType) -> Vec<Slot> {
+        self.precision.slots(parameter).into_iter().collect()
+    }
+
+    /// One step of a parameter of a shape: its new values. Advances the slots and the optimizer's
+    /// `own` state, which is absent before the first step. Without a gradient the optimizer is not
+    /// called: no tensor operation undoes a step of an unknown optimizer.
+    ///
+    /// The optimizer gets the values and the gradient of parameters in half precision in float32.
+    /// Adds the norms of the step to `observations`, if there are any.
+    pub fn step(
+        &self,
+        values: Tensor<1>,
+        gradient: Option<Tensor<1>>,
+        WholeParameter { flag, shape, lr, origin, factors }: WholeParameter<'_>,
+        (slots, own): (&mut Slots, &mut Option<DynState>),
+        observations: Option<&mut Observations>,
+    ) -> Tensor<1> {
+        let (dtype, elements) = (values.dtype(), values.dims()[0]);
+        let values = self.precision.widen(vec![values], &[0], slots).swap_remove(0);
+        let old = observations.is_some().then(|| values.clone());
+        let updated = match gradient {
+            Some(gradient) => {
+                // In float32, whatever the parameter: optimizers of Burn compute in the type that
+                // they are given.
+                let tensors = [values, gradient.cast(precise_dtype(dtype))];
+                let [values, gradient] = tensors.map(|tensor| shaped(tensor, shape));
+                let (updated, state) =
+                    // Moved, so that the optimizer may write into its state.
+                    self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
+                *own = state;
+                if let Some(entries) = &mut *self.ledger.entries() {
+                    entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
+                }
+                flat(updated, shape.len())
+            }
+            None => values,
+        };
+        let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
+        if let (Some(observations), Some(old)) = (observations, old) {
+            // There is no iteration whose error could be observed.
+            let none = Tensor::zeros([1], (&old.device(), DType::F32));
+            observations.add(flag, old, &updated[0], none);
+        }
+        let origins = std::iter::once(origin);
+        self.precision.narrow(updated, (dtype, &[0]), origins, elements, slots).swap_remove(0)
+    }
+
+    /// Writes the optimizer's own state to a record.
+    pub fn flatten(&self, own: Option<&DynState>, prefix: &str, out: &mut StateSink) {
+        if let Some(state) = own {
+            self.optimizer.state_flatten(&join_path(prefix, OWN_STATE), state, out);
+        }
+    }
+
+    /// Reads the optimizer's own state from a record: `Some(None)` if nothing was recorded, `None`
+    /// if the recorded state is another optimizer's.
+    pub fn unflatten(
+        &self,
+        rank: usize,
+        prefix: &str,
+        source: &mut StateSource,
+        device: &Device,
+    ) -> Option<Option<DynState>> {
+        let prefix = join_path(prefix, OWN_STATE);
+        // Some optimizers have no state, such as plain SGD.
+        if !source.has_under(&prefix) {
+            return Some(None);
+        }
+        self.optimizer.state_unflatten(rank, &prefix, source, device).map(Some)
+    }
+}
+
+/// Flat values in the shape of a parameter.
+fn shaped(values: Tensor<1>, shape: &[usize]) -> BridgeTensor {
+    let to = Shape::from(shape.to_vec());
+    with_rank!(shape.len(), D => values.reshape::<D, Shape>(to).into_bridge())
+}
+
+/// The values of a tensor of a number of dimensions.
+fn flat(tensor: BridgeTensor, rank: usize) -> Tensor<1> {
+    with_rank!(rank, D => Tensor::<D>::from_bridge(tensor).reshape([-1]))
+}
