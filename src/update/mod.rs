@@ -16,6 +16,7 @@
 
 mod clipping;
 mod elementwise;
+mod layer;
 mod lr_scale;
 mod momentum;
 mod muon;
@@ -35,6 +36,8 @@ pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
     ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
+pub(crate) use layer::{Decision, MAX_RANK, WholeOptimizer, with_rank};
+pub use layer::{LayerOptimizer, Rejected};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
@@ -53,7 +56,7 @@ pub(crate) use stacks::Clocks;
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
-pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
+pub(crate) use whole::{OWN_STATE, WholeParameter, WholeUpdate};
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

@@ -12,7 +12,7 @@ use burn::optim::{
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::whole::with_rank;
+use super::layer::with_rank;
 use crate::difference::{Difference, DifferenceKind};
 use crate::error::Error;
 

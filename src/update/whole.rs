@@ -1,11 +1,10 @@
 //! The update of a whole parameter by any optimizer of Burn's interface.
 
-use std::sync::Arc;
-
-use burn::optim::{DynOptimizer, DynState, LearningRate, StateSink, StateSource, join_path};
+use burn::optim::{DynState, LearningRate, StateSink, StateSource, join_path};
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
+use super::layer::{Decision, WholeOptimizer, with_rank};
 use super::muon::scaled_by;
 use super::observations::Observations;
 use super::precision::Precision;
@@ -17,51 +16,6 @@ use crate::backend::precise_dtype;
 /// slots.
 pub(crate) const OWN_STATE: &str = "state";
 
-/// The largest number of dimensions that Burn's optimizers support.
-pub(crate) const MAX_RANK: usize = 8;
-
-/// Evaluates an expression for the number of dimensions `$rank`, as the constant `$d`.
-macro_rules! with_rank {
-    ($rank:expr, $d:ident => $body:expr) => {
-        match $rank {
-            1 => {
-                const $d: usize = 1;
-                $body
-            }
-            2 => {
-                const $d: usize = 2;
-                $body
-            }
-            3 => {
-                const $d: usize = 3;
-                $body
-            }
-            4 => {
-                const $d: usize = 4;
-                $body
-            }
-            5 => {
-                const $d: usize = 5;
-                $body
-            }
-            6 => {
-                const $d: usize = 6;
-                $body
-            }
-            7 => {
-                const $d: usize = 7;
-                $body
-            }
-            8 => {
-                const $d: usize = 8;
-                $body
-            }
-            rank => panic!("a parameter of {rank} dimensions can't be updated whole"),
-        }
-    };
-}
-pub(crate) use with_rank;
-
 /// A parameter in a step.
 pub(crate) struct WholeParameter<'a> {
     /// Index of its flag.
@@ -71,12 +25,14 @@ pub(crate) struct WholeParameter<'a> {
     pub origin: Origin,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
+    /// The decision whether it stays as it is.
+    pub decision: Decision,
 }
 
 /// The update of a parameter by one optimizer.
 #[derive(Clone)]
 pub(crate) struct WholeUpdate {
-    pub optimizer: Arc<dyn DynOptimizer>,
+    pub optimizer: WholeOptimizer,
     pub precision: Precision,
 }
 
@@ -87,33 +43,27 @@ impl WholeUpdate {
     }
 
     /// One step of a parameter of a shape: its new values. Advances the slots and the optimizer's
-    /// `own` state, which is absent before the first step. Without a gradient the optimizer is not
-    /// called: no tensor operation undoes a step of an unknown optimizer.
+    /// `own` state, which is absent before the first step, unless the step is rejected.
     ///
     /// The optimizer gets the values and the gradient of parameters in half precision in float32.
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradient): (Tensor<1>, Option<Tensor<1>>),
-        WholeParameter { flag, shape, lr, origin, factors }: WholeParameter<'_>,
+        (values, gradient): (Tensor<1>, Tensor<1>),
+        WholeParameter { flag, shape, lr, origin, factors, decision }: WholeParameter<'_>,
         (slots, own): (&mut Slots, &mut Option<DynState>),
         observations: Option<&mut Observations>,
     ) -> Tensor<1> {
         let (dtype, elements) = (values.dtype(), values.dims()[0]);
         let values = self.precision.widen(vec![values], &[0], slots).swap_remove(0);
         let old = observations.is_some().then(|| values.clone());
-        let updated = match gradient {
-            Some(gradient) => {
-                let tensors = [values, gradient.cast(precise_dtype(dtype))];
-                let [values, gradient] = tensors.map(|tensor| shaped(tensor, shape));
-                let (updated, state) =
-                    self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
-                *own = state;
-                flat(updated, shape.len())
-            }
-            None => values,
-        };
-        let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
+        let tensors = [values, gradient.cast(precise_dtype(dtype))];
+        let tensors = tensors.map(|tensor| shaped(tensor, shape));
+        let (updated, state) =
+            self.optimizer.step((shape.len(), lr), tensors, own.take(), decision);
+        *own = state;
+        let updated = vec![flat(updated, shape.len())];
+        let updated = scaled_by(updated, std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
             // There is no iteration whose error could be observed.
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
@@ -126,7 +76,7 @@ impl WholeUpdate {
     /// Writes the optimizer's own state to a record.
     pub fn flatten(&self, own: Option<&DynState>, prefix: &str, out: &mut StateSink) {
         if let Some(state) = own {
-            self.optimizer.state_flatten(&join_path(prefix, OWN_STATE), state, out);
+            self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
         }
     }
 
@@ -144,7 +94,7 @@ impl WholeUpdate {
         if !source.has_under(&prefix) {
             return Some(None);
         }
-        self.optimizer.state_unflatten(rank, &prefix, source, device).map(Some)
+        self.optimizer.erased().state_unflatten(rank, &prefix, source, device).map(Some)
     }
 }
 

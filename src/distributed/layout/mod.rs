@@ -636,9 +636,10 @@ impl Layout {
                 return Err(Error::parameter(&found.path, rank, reason, remedy));
             }
         }
-        let Trainable { model, planned, .. } = trainable::of_model(&routing, &found, &cuts)?;
+        let Trainable { model, trainable, planned } = trainable::of_model(&routing, &found, &cuts)?;
         self.ensure_unmixed(&model, &planned)?;
-        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
+        let (world, updates) = (self.world(), routing.updates());
+        let costs = costs(CostSource::Operations, world, &planned, &trainable, updates)?;
         let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
         let owners = plan.parameters().iter().zip(plan.owners());
         let owners: Vec<Vec<usize>> =

@@ -27,8 +27,8 @@ pub struct StepControls {
     pub corrections: [Tensor<1>; 2],
     /// The factor on all gradients.
     pub factor: Option<Tensor<1>>,
-    /// `rejected` on the host, if this rank owns whole parameters
-    /// ([`Shard::owns_whole`](super::shard::Shard::owns_whole)) among those that are updated.
+    /// `rejected` on the host, if this rank
+    /// [reads](super::shard::Shard::reads_decisions) the decisions; otherwise empty.
     pub read: Vec<bool>,
 }
 

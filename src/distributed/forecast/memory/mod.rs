@@ -202,8 +202,8 @@ impl<'a> PlannedRank<'a> {
     fn plan(&self) -> Result<Plan> {
         let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
         ensure_exchangeable(&parameters, world.rank())?;
-        let muon = &self.routing.updates().muon;
-        let costs = costs(self.config.costs, world, &parameters, muon)?;
+        let (trainable, updates) = (&self.trainable.trainable, self.routing.updates());
+        let costs = costs(self.config.costs, world, &parameters, trainable, updates)?;
         plan(self.config, &self.layout, parameters, &costs)
     }
 
