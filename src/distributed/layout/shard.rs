@@ -175,7 +175,12 @@ impl Layout {
         let ids = ids.into_iter().filter(|(path, _)| owned.contains_key(path));
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
-        let whole = parameters::map(whole, &mut Unshard(ids.collect()));
+        let found = parameters::of(model).into_iter();
+        let trained: HashMap<String, bool> =
+            found.map(|found| (found.path, found.trainable)).collect();
+        let ids = ids.map(|(path, id)| (trained[&path], path, id));
+        let ids = ids.map(|(is_trained, path, id)| (path, (id, is_trained))).collect();
+        let whole = parameters::map(whole, &mut Unshard(ids));
         let mut join = Joining { layout: self, cuts, error: None };
         let whole = parameters::map(whole, &mut join);
         join.error.map_or(Ok(whole), Err)
@@ -369,13 +374,13 @@ impl Reparameterizer for Reduce<'_> {
     }
 }
 
-/// Gives parameters that were gathered their identity back.
-struct Unshard(HashMap<String, ParamId>);
+/// Gives parameters that were gathered their identity back, and their training.
+struct Unshard(HashMap<String, (ParamId, bool)>);
 
 impl parameters::Map for Unshard {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(id) = self.0.get(path) else { return param };
+        let Some((id, is_trained)) = self.0.get(path) else { return param };
         let (_, value, mapper) = param.consume();
-        Param::from_mapped_value(*id, value, mapper).set_require_grad(true)
+        Param::from_mapped_value(*id, value, mapper).set_require_grad(*is_trained)
     }
 }

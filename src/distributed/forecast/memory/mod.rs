@@ -230,7 +230,7 @@ impl<'a> PlannedRank<'a> {
     /// Bytes of the means that backward passes return: float32, which a step does not round.
     fn means(&self) -> usize {
         let passes = self.layout.passes();
-        let means = passes.parameters().iter();
+        let means = passes.parameters().iter().filter(|unit| unit.is_trained);
         means.map(|unit| unit.shard_count() * precise_dtype(unit.dtype).size()).sum()
     }
 

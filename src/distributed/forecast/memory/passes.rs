@@ -35,7 +35,7 @@ impl<'a> PassMemory<'a> {
     pub fn run(mut self, units: &'a [Arc<PassParameter>], memory: RankMemory) -> RankMemory {
         let limits = self.rank.layout.limits();
         // In the order of a backward pass; a message may be larger than the limit, alone.
-        for unit in units.iter().rev() {
+        for unit in units.iter().rev().filter(|unit| unit.is_trained) {
             let bytes = self.rank.gradient_dtype(unit.dtype).size();
             let sent = unit.most_elements() * bytes;
             self.observe(sent);

@@ -249,7 +249,8 @@ impl<'a> StepMemory<'a> {
         let replicated = passes
             .parameters()
             .iter()
-            .filter(|unit| unit.placement.is_owned() && unit.shard_count() < unit.part_count());
+            .filter(|unit| unit.is_trained && unit.placement.is_owned())
+            .filter(|unit| unit.shard_count() < unit.part_count());
         let parts =
             replicated.map(|unit| (unit.shard_count() + unit.part_count()) * unit.dtype.size());
         let mut parts: Vec<usize> = parts.collect();
