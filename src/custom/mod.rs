@@ -46,7 +46,7 @@
 //! # Costs
 //!
 //! Owners are chosen so that every rank has about the same work. The operations of a
-//! [`LayerOptimizer`] are balanced together with those of Muon's matrices, and so are the steps of
+//! [`LayerOptimizer`] are balanced together with Muon's operations, and so are the steps of
 //! all optimizers with [`CostSource::Measured`](crate::distributed::CostSource::Measured).
 //! Parameters of other optimizers are balanced by their elements, among themselves.
 //!

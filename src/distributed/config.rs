@@ -135,8 +135,8 @@ pub struct DistMuonConfig {
     /// gradient separately, has to be `None`: see [`max_norm`](Self::max_norm).
     #[config(default = "MuonConfig::new()")]
     pub muon: MuonConfig,
-    /// The assignment of matrices to ranks. [`Layout::shard`](super::Layout::shard) assigns those
-    /// of a divided model by the default, and any other value is then an error.
+    /// The assignment of matrices to ranks. [`Layout::shard`](super::Layout::shard) assigns the
+    /// matrices of a divided model by the default, and any other value is then an error.
     #[config(default = "Balancing::Greedy")]
     pub balancing: Balancing,
     /// The source of the costs that are balanced. For a divided model as
