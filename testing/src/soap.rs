@@ -79,7 +79,7 @@ impl Side {
         }
     }
 
-    fn to_device(self, device: &Device) -> Self {
+    fn moved(self, device: &Device) -> Self {
         let [preconditioner, basis] =
             [self.preconditioner, self.basis].map(|tensor| tensor.to_device(device));
         Self { preconditioner, basis }
@@ -181,7 +181,7 @@ impl Optimizer for Soap {
         let betas = Tensor::from_data([beta_1, beta_2], (&powers.device(), powers.dtype()));
         let powers = powers * betas;
         let correction = |index: usize| {
-            let power = powers.clone().slice([index..index + 1]);
+            let power = powers.clone().narrow(0, index, 1);
             (power * -1.0 + 1.0).reshape([1; D])
         };
         let root = (second.clone() / correction(1)).sqrt() + self.epsilon;
@@ -206,8 +206,8 @@ impl Optimizer for Soap {
         SoapState {
             momentum: state.momentum.to_device(device),
             second: state.second.to_device(device),
-            left: state.left.to_device(device),
-            right: state.right.to_device(device),
+            left: state.left.moved(device),
+            right: state.right.moved(device),
             powers: state.powers.to_device(device),
         }
     }

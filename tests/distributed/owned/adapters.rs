@@ -15,7 +15,7 @@ use distmuon_testing::models::{Fixed, bits, weights};
 use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{self, Folder};
 
-use super::{TOKENS, tokens, with_checkpoints};
+use super::{Run, TOKENS, tokens, with_checkpoints};
 use crate::{device, ranks, ranks_here};
 
 const WIDTH: usize = 32;
@@ -119,7 +119,7 @@ fn trained(
     config: &DistMuonConfig,
     steps: Range<usize>,
     [from, to]: [Option<&Path>; 2],
-) -> Result<(Vec<Vec<u8>>, Vec<Vec<u8>>)> {
+) -> Result<Run> {
     let device = world.device();
     let mut net = layout.shard(Net::new(device))?;
     let mut optim = config.init_on(layout, &net)?;
