@@ -22,18 +22,20 @@ use crate::elementwise::AdamWConfig;
 use crate::muon::MuonConfig;
 use crate::orthogonalize::{Coefficients, NewtonSchulzConfig};
 use crate::qk_clip::QkClipConfig;
-use crate::schedule::Schedule;
+use crate::routing::RoutingRule;
+use crate::schedule::{Schedule, risen, then_down};
 use crate::update::parts::{NorMuon, Renormalization, RowEquilibration};
 use crate::update::{LrScale, MomentumConfig, MomentumForm, WeightDecay};
 
 /// Fraction of a run that the warm-ups of [`Recipe::Moonlight`], [`Recipe::KimiK2`] and
-/// [`Recipe::DeepSeekV4`] take at most. The runs of the sources are far longer than their warm-ups.
+/// [`Recipe::DeepSeekV4`], and the extension of [`Recipe::ModdedNanogpt`], take at most. The runs
+/// of the sources are far longer.
 const LONGEST_WARMUP: f64 = 0.05;
 
 /// nanochat's weight decay at the first step, for batches of 2^19 tokens: `--weight-decay`.
 pub(crate) const NANOCHAT_DECAY: f64 = 0.28;
 
-/// Settings with which others train by Muon, as their sources had them in August 2026.
+/// Settings with which others train by Muon, as their sources had them at a [`date`](Self::date).
 ///
 /// | recipe | coefficients | momentum | weight decay | scale | peak rate | further parts |
 /// |---|---|---|---|---|---|---|
@@ -45,6 +47,12 @@ pub(crate) const NANOCHAT_DECAY: f64 = 0.28;
 /// | `KimiK2` | Keller Jordan, 5 | 0.95, sum | 0.1 | `MatchRmsAdamW` | 2e-4 | |
 /// | `DeepSeekV4` | DeepSeek-V4, 10 | 0.95, Nesterov, sum | 0.1 | 0.9 `MatchRmsAdamW` | 2e-4 | |
 /// | `Motif` | Polar Express from 1e-3, 10 | 0.95, Nesterov, sum | 0.1 | `MatchRmsAdamW` | 1e-3 | |
+/// | `Track3` | (2, -1.5, 0.5), 12 | 0.95, Nesterov | 0.05 | `Original` | 2.5e-2 | |
+/// | `KimiK3` | Keller Jordan, 5 | 0.95, sum | 0.1 | `MatchRmsAdamW` | 2e-4 | heads |
+/// | `Glm5` | Keller Jordan, 5 | 0.95, sum | 0.1 | `MatchRmsAdamW` | 2e-4 | heads |
+///
+/// Recipes with heads orthogonalise projections of attention head by head: see
+/// [`per_head`](Self::per_head).
 ///
 /// Most sources divide a matrix by its norm plus a small number (1e-7 to 1e-6), and
 /// [`Torch`](Self::Torch) by the larger of norm and 1e-7, as all recipes do here. The sources
@@ -99,10 +107,10 @@ pub enum Recipe {
     ///
     /// The momentum follows the formula of the source at every step. What differs:
     ///
-    /// - the source orthogonalises queries and keys by pairs of heads, here whole: add
-    ///   `RoutingRule::muon(r"(query|key)\.weight$").heads(n / 2)` for `n` heads;
-    /// - the source adds 15 steps at the last rate, after the schedule, and times its momentum's
-    ///   end with them: train as many steps more, which keep the last values here;
+    /// - the source orthogonalises queries and keys by pairs of heads, here whole: add the rule of
+    ///   [`per_head`](Self::per_head);
+    /// - the last 15 steps keep the last rate, as the source's extension, and a twentieth of the
+    ///   run if that is less;
     /// - the value and bigram embeddings of the source have 75 times the rate of the others, five
     ///   times the decay, and betas of 0.75 and 0.95; its gates have settings of their own;
     /// - the source's AdamW adds epsilon before it corrects the bias, and its cautious decay leaves
@@ -126,7 +134,7 @@ pub enum Recipe {
     /// builds on. The algorithm of the report has no Nesterov. The warm-up has 500 steps in the
     /// source, and here a twentieth of the run if that is less. The rate is constant for 10 of 15.5
     /// parts, then falls along a cosine to a tenth. The report's last anneal, from 2e-5 to 7e-6 on
-    /// further tokens, is left out.
+    /// further tokens, is [`anneal`](Self::anneal).
     KimiK2,
     /// DeepSeek-V4-Pro (sections 2.4 and 4.2.2 of its report,
     /// <https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro>), as quoted by
@@ -155,11 +163,36 @@ pub enum Recipe {
     /// confirmed. The learning rate is constant, since the source leaves its schedule to the
     /// program.
     Motif,
+    /// The tuned baseline of modded-nanogpt's third track, which counts steps on a fixed model and
+    /// batch: result 36 of its records
+    /// (<https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/records/track_3_optimization/train_gpt_simple.py>).
+    ///
+    /// Twelve steps of one polynomial give the exact polar factor. The rate is constant for three
+    /// tenths of the run, then falls in a straight line, which would be zero at the step after it.
+    /// AdamW decays all of its parameters, vectors included. What differs: the source divides a
+    /// matrix by its norm plus 1e-7, and iterates in bfloat16 only.
+    #[serde(rename = "track-3")]
+    Track3,
+    /// Kimi K3 (section 2.5 of its report, <https://arxiv.org/abs/2607.24653>): Kimi K2's settings,
+    /// with projections of attention by heads ([`per_head`](Self::per_head)).
+    ///
+    /// The report itself was not at hand. That Muon works by heads was read in accounts of it; all
+    /// other settings are [`KimiK2`](Self::KimiK2)'s, its QK-clip included, and not confirmed. Nor
+    /// are the projections that are split.
+    #[serde(rename = "kimi-k3")]
+    KimiK3,
+    /// GLM-5 (<https://arxiv.org/abs/2602.15763>): Muon Split, which orthogonalises the
+    /// up-projections of latent attention by heads ([`per_head`](Self::per_head)).
+    ///
+    /// The report itself was not at hand. Muon Split was read in accounts of it; all other settings
+    /// are [`KimiK2`](Self::KimiK2)'s without its QK-clip, and not confirmed.
+    #[serde(rename = "glm-5")]
+    Glm5,
 }
 
 impl Recipe {
     /// All recipes.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 11] = [
         Self::Torch,
         Self::KellerJordan,
         Self::Moonlight,
@@ -168,6 +201,9 @@ impl Recipe {
         Self::KimiK2,
         Self::DeepSeekV4,
         Self::Motif,
+        Self::Track3,
+        Self::KimiK3,
+        Self::Glm5,
     ];
 
     /// Returns the name of the recipe, such as `modded-nanogpt`.
@@ -181,6 +217,9 @@ impl Recipe {
             Self::KimiK2 => "kimi-k2",
             Self::DeepSeekV4 => "deepseek-v4",
             Self::Motif => "motif",
+            Self::Track3 => "track-3",
+            Self::KimiK3 => "kimi-k3",
+            Self::Glm5 => "glm-5",
         }
     }
 
@@ -189,7 +228,7 @@ impl Recipe {
         Self::ALL.into_iter().find(|recipe| recipe.name() == name)
     }
 
-    /// Returns the address of the source, as it was read in August 2026.
+    /// Returns the address of the source, in the [`version`](Self::version) that was read.
     pub fn source(self) -> &'static str {
         match self {
             Self::Torch => "https://github.com/pytorch/pytorch/blob/098e03f/torch/optim/_muon.py",
@@ -206,7 +245,82 @@ impl Recipe {
             Self::KimiK2 => "https://arxiv.org/abs/2507.20534",
             Self::DeepSeekV4 => "https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro",
             Self::Motif => "https://huggingface.co/Motif-Technologies/optimizer",
+            Self::Track3 => {
+                "https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/records/\
+                 track_3_optimization/train_gpt_simple.py"
+            }
+            Self::KimiK3 => "https://arxiv.org/abs/2607.24653",
+            Self::Glm5 => "https://arxiv.org/abs/2602.15763",
         }
+    }
+
+    /// Returns the version of the source whose constants these are: a commit, or the number of a
+    /// report.
+    pub fn version(self) -> &'static str {
+        match self {
+            Self::Torch => "098e03f",
+            Self::KellerJordan => "857d1ad",
+            Self::Moonlight => "c2ad5b2",
+            Self::Nanochat => "92d63d4",
+            Self::ModdedNanogpt | Self::Track3 => "f411b3d",
+            Self::KimiK2 => "arXiv 2507.20534",
+            Self::DeepSeekV4 => "quoted",
+            Self::Motif => "described",
+            Self::KimiK3 => "arXiv 2607.24653",
+            Self::Glm5 => "arXiv 2602.15763",
+        }
+    }
+
+    /// Returns the date of that version, of the record that it has, or the month of the report; for
+    /// a source without any, the month in which it was read.
+    pub fn date(self) -> &'static str {
+        match self {
+            Self::Torch | Self::DeepSeekV4 => "2026-08",
+            Self::KellerJordan => "2025-11-23",
+            Self::Moonlight => "2025-08-02",
+            Self::Nanochat => "2026-07-03",
+            Self::ModdedNanogpt => "2026-08-01",
+            Self::KimiK2 => "2025-07",
+            Self::Motif => "2026-11",
+            Self::Track3 => "2026-06-11",
+            Self::KimiK3 => "2026-07",
+            Self::Glm5 => "2026-02",
+        }
+    }
+
+    /// Returns the rule by which the recipe orthogonalises projections of attention, whose paths
+    /// match a pattern, in blocks of heads; `None` for a recipe that takes them whole.
+    ///
+    /// `Recipe::ModdedNanogpt` takes queries and keys in pairs of heads, which is why it needs an
+    /// even number of them, `Recipe::Glm5` the up-projections of latent attention by single heads,
+    /// and `Recipe::KimiK3` projections by single heads. A number of heads that does not divide a
+    /// projection is an error of [`MuonConfig::route`].
+    ///
+    /// ```
+    /// use distmuon::{MuonConfig, Recipe};
+    ///
+    /// let (recipe, heads) = (Recipe::Glm5, 64);
+    /// let config = MuonConfig::preset(recipe, 2_000);
+    /// let rule = recipe.per_head("(q_b|kv_b)_proj", heads);
+    /// let config = rule.into_iter().fold(config, MuonConfig::with_rule);
+    /// ```
+    pub fn per_head(self, projections: &str, heads: usize) -> Option<RoutingRule> {
+        let blocks = match self {
+            Self::ModdedNanogpt => heads.div_ceil(2),
+            Self::KimiK3 | Self::Glm5 => heads,
+            _ => return None,
+        };
+        Some(RoutingRule::muon(projections).heads(blocks).into())
+    }
+
+    /// Returns the learning rate of a final anneal of `steps` steps, which continues a run whose
+    /// peak was `peak`; `None` for a recipe without one.
+    ///
+    /// `Recipe::KimiK2` falls from a tenth of the peak to 0.035 of it (2e-5 to 7e-6 in its report).
+    /// The straight line is a choice of this crate: the report does not name the curve.
+    pub fn anneal(self, peak: f64, steps: usize) -> Option<Schedule> {
+        let falls = self == Self::KimiK2;
+        falls.then(|| Schedule::constant(0.1 * peak).linear(steps, 7e-6 / 2e-4 * peak))
     }
 
     /// Returns the peak learning rate of matrices in the source. The rates of all other parameters
@@ -216,7 +330,8 @@ impl Recipe {
             Self::Torch | Self::Moonlight | Self::Motif => 1e-3,
             Self::KellerJordan | Self::Nanochat => 0.02,
             Self::ModdedNanogpt => 0.023,
-            Self::KimiK2 | Self::DeepSeekV4 => 2e-4,
+            Self::KimiK2 | Self::DeepSeekV4 | Self::KimiK3 | Self::Glm5 => 2e-4,
+            Self::Track3 => 0.025,
         }
     }
 
@@ -230,7 +345,7 @@ impl Recipe {
                 let warmup = warmup(100);
                 let risen = match warmup {
                     0 => Schedule::constant(peak),
-                    _ => rise(0.0, peak, warmup),
+                    _ => risen(0.0, peak, warmup),
                 };
                 risen.linear(1, peak).cosine(steps - warmup, 0.0)
             }
@@ -242,10 +357,23 @@ impl Recipe {
             }
             // `TrainingSchedule.get_lr` of `train_gpt.py`, without the factors of its stages.
             Self::ModdedNanogpt => {
-                let start = (0.4 * steps as f64) as usize;
-                then_down(Schedule::constant(peak), 0, steps, steps - start, [peak, 0.15 * peak])
+                // `num_extension_iterations`, in which the rate stays.
+                let scheduled = steps - warmup(15);
+                let start = (0.4 * scheduled as f64) as usize;
+                let down = scheduled - start;
+                then_down(Schedule::constant(peak), 0, scheduled, down, [peak, 0.15 * peak])
             }
-            Self::KimiK2 => {
+            // `set_hparams` of `train_gpt_simple.py`.
+            Self::Track3 => {
+                let start = (0.3 * steps as f64).ceil() as usize;
+                let reached = peak * (steps - start) as f64 / (0.7 * steps as f64);
+                let held = Schedule::constant(peak).hold(start);
+                if start == steps {
+                    return held.linear(1, 0.0);
+                }
+                held.linear(1, reached).linear(steps - start, 0.0)
+            }
+            Self::KimiK2 | Self::KimiK3 | Self::Glm5 => {
                 let warmup = warmup(500);
                 held_then_cosine(peak, warmup, (10.0 / 15.5 * steps as f64) as usize, steps)
             }
@@ -260,19 +388,27 @@ impl Recipe {
     /// for a recipe without.
     pub fn qk_clip(self) -> Option<QkClipConfig> {
         // By default, it is as in Kimi K2's report.
-        (self == Self::KimiK2).then(QkClipConfig::new)
+        matches!(self, Self::KimiK2 | Self::KimiK3).then(QkClipConfig::new)
     }
 
     /// The steps of the iteration, if the coefficients do not decide.
     fn iterations(self) -> Option<usize> {
-        (self == Self::Motif).then_some(10)
+        match self {
+            Self::Motif => Some(10),
+            Self::Track3 => Some(12),
+            _ => None,
+        }
     }
 
     fn coefficients(self) -> Coefficients {
         match self {
-            Self::Torch | Self::KellerJordan | Self::Moonlight | Self::KimiK2 => {
-                Coefficients::KellerJordan
-            }
+            Self::Torch
+            | Self::KellerJordan
+            | Self::Moonlight
+            | Self::KimiK2
+            | Self::KimiK3
+            | Self::Glm5 => Coefficients::KellerJordan,
+            Self::Track3 => Coefficients::Custom(vec![[2.0, -1.5, 0.5]]),
             Self::Nanochat | Self::ModdedNanogpt => Coefficients::PolarExpressCushioned,
             Self::DeepSeekV4 => Coefficients::DeepSeekV4,
             Self::Motif => Coefficients::polar_express_for(1e-3),
@@ -281,29 +417,34 @@ impl Recipe {
 
     fn lr_scale(self) -> LrScale {
         match self {
-            Self::Torch | Self::KellerJordan | Self::Nanochat | Self::ModdedNanogpt => {
-                LrScale::Original
-            }
-            Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 | Self::Motif => {
-                LrScale::MatchRmsAdamW
-            }
+            Self::Torch
+            | Self::KellerJordan
+            | Self::Nanochat
+            | Self::ModdedNanogpt
+            | Self::Track3 => LrScale::Original,
+            Self::Moonlight
+            | Self::KimiK2
+            | Self::DeepSeekV4
+            | Self::Motif
+            | Self::KimiK3
+            | Self::Glm5 => LrScale::MatchRmsAdamW,
         }
     }
 
     fn momentum(self, steps: usize) -> MomentumConfig {
         let sum = || MomentumConfig::from(0.95).with_form(MomentumForm::Sum);
         match self {
-            Self::Torch | Self::KellerJordan => 0.95.into(),
+            Self::Torch | Self::KellerJordan | Self::Track3 => 0.95.into(),
             Self::Moonlight | Self::DeepSeekV4 | Self::Motif => sum(),
-            Self::KimiK2 => sum().with_nesterov(false),
+            Self::KimiK2 | Self::KimiK3 | Self::Glm5 => sum().with_nesterov(false),
             // `get_muon_momentum` of `base_train.py`, whose first step has the value of its start.
             Self::Nanochat => {
                 let warmdown = nanochat_warmdown(steps);
-                then_down(rise(0.85, 0.97, 400), 400, steps, warmdown, [0.97, 0.90]).into()
+                then_down(risen(0.85, 0.97, 400), 400, steps, warmdown, [0.97, 0.90]).into()
             }
             // `get_muon_momentum` of `train_gpt.py`, likewise.
             Self::ModdedNanogpt => {
-                then_down(rise(0.85, 0.95, 300), 300, steps, 50, [0.95, 0.85]).into()
+                Schedule::momentum_cool_down([0.85, 0.95], [300, 50], steps).into()
             }
         }
     }
@@ -311,9 +452,14 @@ impl Recipe {
     fn weight_decay(self, steps: usize) -> WeightDecay {
         match self {
             Self::KellerJordan => 0.0.into(),
-            Self::Torch | Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 | Self::Motif => {
-                0.1.into()
-            }
+            Self::Track3 => 0.05.into(),
+            Self::Torch
+            | Self::Moonlight
+            | Self::KimiK2
+            | Self::DeepSeekV4
+            | Self::Motif
+            | Self::KimiK3
+            | Self::Glm5 => 0.1.into(),
             Self::Nanochat => nanochat_decay(NANOCHAT_DECAY, steps),
             Self::ModdedNanogpt => {
                 WeightDecay::CautiousScaled(self.lr(1.2 * self.peak_lr(), steps))
@@ -342,8 +488,13 @@ impl MuonConfig {
                 let relative = 3e-4 / 0.02;
                 config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
             }
-            Recipe::Moonlight | Recipe::KimiK2 | Recipe::Motif => {
+            Recipe::Moonlight | Recipe::KimiK2 | Recipe::Motif | Recipe::KimiK3 | Recipe::Glm5 => {
                 config.with_adamw(adamw().with_weight_decay(0.1))
+            }
+            Recipe::Track3 => {
+                let adamw = adamw().with_beta_1(0.8).with_epsilon(1e-10).with_weight_decay(0.001);
+                let rates = [0.7, 0.004, 0.015].map(|rate| rate / 0.025);
+                config.with_adamw(with_lrs(adamw, rates))
             }
             Recipe::Nanochat => {
                 let adamw = adamw()
@@ -390,35 +541,6 @@ fn nanochat_warmdown(steps: usize) -> usize {
 /// AdamW with the relative learning rates of embeddings, the head and vectors.
 fn with_lrs(config: AdamWConfig, [embedding, head, vector]: [f64; 3]) -> AdamWConfig {
     config.with_embedding_lr(embedding).with_head_lr(head).with_vector_lr(vector)
-}
-
-/// A straight line of `steps` steps, whose first one has the value `from`, and which is at `to` at
-/// the step after them.
-fn rise(from: f64, to: f64, steps: usize) -> Schedule {
-    let last = steps - 1;
-    let end = from + (to - from) * last as f64 / steps as f64;
-    Schedule::constant(from).hold(1).linear(last, end)
-}
-
-/// Appends a straight line from `from` at step `steps - down` to `to` at step `steps`, the first
-/// after the run, to a warm-up of `warmup` steps. In a short run, the line has begun before the
-/// warm-up has ended: the value then jumps to it, as in the sources.
-fn then_down(
-    warmup_schedule: Schedule,
-    warmup: usize,
-    steps: usize,
-    down: usize,
-    [from, to]: [f64; 2],
-) -> Schedule {
-    // Index of the first step after the warm-up and the held steps, which end with the value of
-    // `from`.
-    let start = (steps.saturating_sub(down) + 1).max(warmup);
-    let rest = (steps + 1).saturating_sub(start);
-    if rest == 0 {
-        return warmup_schedule;
-    }
-    let reached = to + (from - to) * (rest as f64 / down as f64);
-    warmup_schedule.linear(0, reached).hold(start - warmup).linear(rest, to)
 }
 
 /// A linear warm-up, a constant rate to step `until`, and half a cosine to a tenth of it.
@@ -501,10 +623,25 @@ mod tests {
                 1e-3,
                 vec![],
             ),
+            (
+                Recipe::Track3,
+                Coefficients::Custom(vec![[2.0, -1.5, 0.5]]),
+                (Average, true),
+                (Original, 1.0),
+                0.05,
+                0.025,
+                vec![],
+            ),
+            (Recipe::KimiK3, KellerJordan, (Sum, false), (MatchRmsAdamW, 1.0), 0.1, 2e-4, vec![]),
+            (Recipe::Glm5, KellerJordan, (Sum, false), (MatchRmsAdamW, 1.0), 0.1, 2e-4, vec![]),
         ] {
             let config = MuonConfig::preset(recipe, STEPS);
             assert_eq!(config.newton_schulz.coefficients, coefficients, "{recipe:?}");
-            let steps = (recipe == Recipe::Motif).then_some(10);
+            let steps = match recipe {
+                Recipe::Motif => Some(10),
+                Recipe::Track3 => Some(12),
+                _ => None,
+            };
             assert_eq!(config.newton_schulz.steps, steps, "{recipe:?}");
             assert_eq!((config.momentum.form, config.momentum.nesterov), (form, nesterov));
             assert_eq!(
@@ -533,6 +670,9 @@ mod tests {
             (Recipe::KimiK2, [0.9, 0.95], 1e-8, 0.1, [2e-4; 3]),
             (Recipe::DeepSeekV4, [0.9, 0.95], 1e-20, 0.1, [2e-4; 3]),
             (Recipe::Motif, [0.9, 0.95], 1e-8, 0.1, [1e-3; 3]),
+            (Recipe::Track3, [0.8, 0.95], 1e-10, 0.001, [0.7, 0.004, 0.015]),
+            (Recipe::KimiK3, [0.9, 0.95], 1e-8, 0.1, [2e-4; 3]),
+            (Recipe::Glm5, [0.9, 0.95], 1e-8, 0.1, [2e-4; 3]),
         ] {
             let config = adamw(recipe);
             assert_eq!([config.beta_1, config.beta_2], betas, "{recipe:?}");
@@ -593,10 +733,11 @@ mod tests {
     fn schedules_of_modded_nanogpt_follow_its_formulas() {
         for steps in LENGTHS {
             let total = steps as f64;
-            let start = (total * 0.4).floor();
+            let scheduled = total - (total * 0.05).floor().min(15.0);
+            let start = (scheduled * 0.4).floor();
             let lr = |step: f64| match step {
                 step if step >= start => {
-                    let progress = (step - start) / (total - start);
+                    let progress = ((step - start) / (scheduled - start)).min(1.0);
                     0.023 * (1.0 - progress + 0.15 * progress)
                 }
                 _ => 0.023,
@@ -616,6 +757,47 @@ mod tests {
     }
 
     #[test]
+    fn the_schedule_of_track_3_follows_its_formula() {
+        for steps in LENGTHS {
+            let lr = |step: f64| {
+                let progress = step / steps as f64;
+                0.025 * if progress < 1.0 - 0.7 { 1.0 } else { (1.0 - progress) / 0.7 }
+            };
+            let schedule = Recipe::Track3.lr(0.025, steps);
+            assert!(difference(&schedule, steps, lr) < 1e-12, "{steps}");
+            assert!(schedule.at(steps).abs() < 1e-12, "{steps}");
+        }
+    }
+
+    #[test]
+    fn the_anneal_of_kimi_k2_continues_its_run() {
+        let (peak, steps) = (2e-4, 1_000);
+        let anneal = Recipe::KimiK2.anneal(peak, 100).unwrap();
+        let end = Recipe::KimiK2.lr(peak, steps).at(steps);
+        let falls = (0..100).all(|step| anneal.at(step) < end && anneal.at(step) > 7e-6 - 1e-18);
+        assert!(falls, "it falls from the end of the run, {end}");
+        assert!((anneal.at(99) - 7e-6).abs() < 1e-18);
+        let others = Recipe::ALL.into_iter().filter(|recipe| *recipe != Recipe::KimiK2);
+        assert!(others.into_iter().all(|recipe| recipe.anneal(peak, 100).is_none()));
+    }
+
+    #[test]
+    fn momentum_cools_down_in_a_run_of_any_length() {
+        let momentum = |lengths, steps| Schedule::momentum_cool_down([0.8, 0.9], lengths, steps);
+        let long = momentum([10, 4], 100);
+        let values = [0, 5, 10, 95, 96, 98, 99].map(|step| long.at(step));
+        for (value, expected) in values.into_iter().zip([0.8, 0.85, 0.9, 0.9, 0.9, 0.85, 0.825]) {
+            assert!((value - expected).abs() < 1e-12, "{values:?}");
+        }
+        assert_eq!(momentum([0, 0], 10), Schedule::constant(0.9).linear(0, 0.9));
+        for steps in 0..20 {
+            let short = momentum([10, 4], steps);
+            let is_between = |step| (0.8 - 1e-12..=0.9 + 1e-12).contains(&short.at(step));
+            assert!((0..steps).all(is_between), "{steps}: {short:?}");
+        }
+    }
+
+    #[test]
     fn rates_end_as_in_the_sources() {
         for (recipe, end) in [
             (Recipe::Torch, 1.0),
@@ -626,6 +808,9 @@ mod tests {
             (Recipe::KimiK2, 0.1),
             (Recipe::DeepSeekV4, 0.1),
             (Recipe::Motif, 1.0),
+            (Recipe::Track3, 0.0),
+            (Recipe::KimiK3, 0.1),
+            (Recipe::Glm5, 0.1),
         ] {
             for steps in [0].into_iter().chain(LENGTHS) {
                 let lr = recipe.lr(1.0, steps);
@@ -649,11 +834,13 @@ mod tests {
     }
 
     #[test]
-    fn kimi_k2_has_its_clip_and_no_other_recipe_has() {
-        let clips = Recipe::ALL.map(|recipe| recipe.qk_clip().map(|clip| (clip.tau, clip.alpha)));
-        let of_kimi = Recipe::ALL.iter().position(|recipe| *recipe == Recipe::KimiK2).unwrap();
-        assert_eq!(clips[of_kimi], Some((100.0, 0.5)));
-        assert_eq!(clips.into_iter().flatten().count(), 1);
+    fn recipes_of_kimi_have_its_clip_and_no_others_have() {
+        let with_clip = Recipe::ALL.into_iter().filter_map(|recipe| {
+            let clip = recipe.qk_clip()?;
+            assert_eq!((clip.tau, clip.alpha), (100.0, 0.5));
+            Some(recipe)
+        });
+        assert_eq!(with_clip.collect::<Vec<_>>(), [Recipe::KimiK2, Recipe::KimiK3]);
     }
 
     #[test]

@@ -100,6 +100,20 @@ impl Schedule {
         Self::constant(0.85).linear(steps, to)
     }
 
+    /// Makes a momentum for a run of `steps` steps that rises from `low` to `high` over the first
+    /// `rise` steps, and falls back to `low` over the last `fall`: 0.85, 0.95, 300 and 50 in
+    /// <https://github.com/KellerJordan/modded-nanogpt> (`get_muon_momentum` of `train_gpt.py`).
+    ///
+    /// The first step has the value `low`, and the step after the last one would have it again. In
+    /// a run that is shorter than both, the value jumps from the one line to the other.
+    pub fn momentum_cool_down(
+        [low, high]: [f64; 2],
+        [rise, fall]: [usize; 2],
+        steps: usize,
+    ) -> Self {
+        then_down(risen(low, high, rise), rise, steps, fall, [high, low])
+    }
+
     /// Returns the value at a step. The first step is 0.
     pub fn at(&self, step: usize) -> f64 {
         let mut from = self.start;
@@ -153,6 +167,38 @@ impl Schedule {
         self.segments.push(Segment { curve, steps, to });
         self
     }
+}
+
+/// A straight line of `steps` steps, whose first one has the value `from`, and which is at `to` at
+/// the step after them.
+pub(crate) fn risen(from: f64, to: f64, steps: usize) -> Schedule {
+    let Some(last) = steps.checked_sub(1) else { return Schedule::constant(to) };
+    let end = from + (to - from) * last as f64 / steps as f64;
+    Schedule::constant(from).hold(1).linear(last, end)
+}
+
+/// Appends a straight line from `from` at step `steps - down` to `to` at step `steps`, the first
+/// after the run, to a warm-up of `warmup` steps. In a short run, the line has begun before the
+/// warm-up has ended: the value then jumps to it, as in the sources.
+pub(crate) fn then_down(
+    warmup_schedule: Schedule,
+    warmup: usize,
+    steps: usize,
+    down: usize,
+    [from, to]: [f64; 2],
+) -> Schedule {
+    // Index of the first step after the warm-up and the held steps, which end with the value of
+    // `from`.
+    let start = (steps.saturating_sub(down) + 1).max(warmup);
+    let rest = (steps + 1).saturating_sub(start);
+    if down == 0 {
+        return warmup_schedule.linear(0, from);
+    }
+    if rest == 0 {
+        return warmup_schedule;
+    }
+    let reached = to + (from - to) * (rest as f64 / down as f64);
+    warmup_schedule.linear(0, reached).hold(start - warmup).linear(rest, to)
 }
 
 /// A [`Schedule`] as a Burn [`LrScheduler`].

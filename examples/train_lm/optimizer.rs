@@ -75,7 +75,7 @@ impl OptimizerName {
 }
 
 /// The names of the recipes, for the command line.
-pub fn recipe_values() -> [PossibleValue; 8] {
+pub fn recipe_values() -> [PossibleValue; 11] {
     Recipe::ALL.map(|recipe| {
         let help = format!("peak rate {:e} in its source", recipe.peak_lr());
         PossibleValue::new(recipe.name()).help(help)
@@ -127,7 +127,7 @@ impl Contender {
     pub fn tuned_lr(self) -> f64 {
         use OptimizerName::{Adamw, BurnMuon, DistAdamw, DistMuon, Muon};
         match (self.recipe, self.optimizer) {
-            (Some(Recipe::ModdedNanogpt), _) => 0.023,
+            (Some(recipe @ (Recipe::ModdedNanogpt | Recipe::Track3)), _) => recipe.peak_lr(),
             (Some(Recipe::Torch | Recipe::KellerJordan | Recipe::Nanochat), _) => 0.02,
             (_, Adamw | DistAdamw) => 4e-3,
             (_, BurnMuon) => 1.1e-2,

@@ -1,12 +1,14 @@
 //! The settings of a run, and its progress as saved in a checkpoint.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::DType;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Arg, Args, Command, ValueEnum};
 use distmuon::comm::World;
 use distmuon::{Dial, MasterWeights, MuonConfig, Recipe, StateDtype, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -68,7 +70,9 @@ pub struct Settings {
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
     /// Settings of muon with which others train. Default: this crate's.
-    #[arg(long, value_name = "NAME", value_parser = recipe(), help_heading = "Optimizer")]
+    ///
+    /// The name list prints them, with their versions, dates and sources.
+    #[arg(long, value_name = "NAME", value_parser = RecipeName, help_heading = "Optimizer")]
     pub recipe: Option<Recipe>,
     /// Type of the parameters.
     ///
@@ -422,9 +426,42 @@ impl Settings {
 }
 
 /// Parses the name of a recipe.
-fn recipe() -> impl TypedValueParser<Value = Recipe> {
-    PossibleValuesParser::new(recipe_values())
-        .map(|name| Recipe::from_name(&name).expect("the name of a recipe"))
+/// The parser of a recipe's name. Another name, `list`, prints all recipes.
+#[derive(Clone)]
+struct RecipeName;
+
+impl TypedValueParser for RecipeName {
+    type Value = Recipe;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<Recipe, clap::Error> {
+        if value == "list" {
+            // As for `--help`: printed to standard output, and no error.
+            return Err(clap::Error::raw(ErrorKind::DisplayHelp, recipes()));
+        }
+        let names = PossibleValuesParser::new(recipe_values());
+        let name = names.parse_ref(command, argument, value)?;
+        Ok(Recipe::from_name(&name).expect("the parser knows the names of recipes alone"))
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let list = PossibleValue::new("list").help("prints the recipes");
+        Some(Box::new(recipe_values().into_iter().chain([list])))
+    }
+}
+
+/// The recipes with their versions, dates and sources, as a table.
+fn recipes() -> String {
+    let row = |recipe: Recipe| {
+        let (name, version, date) = (recipe.name(), recipe.version(), recipe.date());
+        format!("{name:16}{version:18}{date:12}{:<8e}{}\n", recipe.peak_lr(), recipe.source())
+    };
+    let title = format!("{:16}{:18}{:12}{:8}{}\n", "recipe", "version", "date", "rate", "source");
+    [title].into_iter().chain(Recipe::ALL.map(row)).collect()
 }
 
 /// A value as it is written on the command line.

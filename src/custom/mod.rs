@@ -2,8 +2,7 @@
 //!
 //! An optimizer that is not elementwise, such as Adafactor, needs all elements of a parameter. On
 //! many ranks, every parameter of such an optimizer therefore has one owner: the rank that gets the
-//! reduced gradient, keeps the state, takes the step and sends the result to the others. Owners are
-//! chosen so that every rank has about the same number of elements.
+//! reduced gradient, keeps the state, takes the step and sends the result to the others.
 //!
 //! ```
 //! use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -37,14 +36,19 @@
 //!   returns, and does not apply.
 //! - A gradient that is not finite leaves the parameter and the optimizer's state as they are, and
 //!   is counted in [`SkippedSteps`](crate::SkippedSteps). For that decision the host of an owner
-//!   waits for the device: once per step, or once per parameter with Burn's `ModuleOptimizer`. The
-//!   result of the optimizer is not checked.
+//!   waits for the device: once per step, or once per parameter with Burn's `ModuleOptimizer`. It
+//!   does not wait for a [`LayerOptimizer`]. The result of the optimizer is not checked.
 //! - Parameters in float16 and bfloat16, and their gradients, are float32 for the optimizer.
 //!   [`MasterWeights`](crate::MasterWeights) decides on the digits that are kept between steps.
 //! - The position in the optimizer's own schedules is part of its state, and advances with the
 //!   steps that were not skipped.
 //!
 //! # Costs
+//!
+//! Owners are chosen so that every rank has about the same work. The operations of a
+//! [`LayerOptimizer`] are balanced together with Muon's operations, and so are the steps of
+//! all optimizers with [`CostSource::Measured`](crate::distributed::CostSource::Measured).
+//! Parameters of other optimizers are balanced by their elements, among themselves.
 //!
 //! The bytes of an optimizer's state are not known before it is copied to the host, and are part of
 //! neither [`Routing`](crate::Routing) nor
@@ -61,10 +65,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use burn::optim::{DynOptimizer, Optimizer};
+use burn::optim::Optimizer;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::update::WholeOptimizer;
+pub use crate::update::{LayerOptimizer, Rejected};
 pub(crate) use optimizer::Whole;
 
 /// Optimizers by the names that [`RoutingRule::custom`](crate::RoutingRule::custom) gives them.
@@ -75,7 +81,7 @@ pub(crate) use optimizer::Whole;
 /// optimizers with equal settings, which is not checked.
 #[derive(Clone, Default, Serialize, Deserialize)]
 #[serde(from = "Vec<String>", into = "Vec<String>")]
-pub struct CustomOptimizers(BTreeMap<String, Option<Arc<dyn DynOptimizer>>>);
+pub struct CustomOptimizers(BTreeMap<String, Option<WholeOptimizer>>);
 
 impl CustomOptimizers {
     /// Returns no optimizers.
@@ -85,7 +91,13 @@ impl CustomOptimizers {
 
     /// Adds an optimizer, or replaces the one of the same name.
     pub fn with(mut self, name: impl Into<String>, optimizer: impl Optimizer) -> Self {
-        self.0.insert(name.into(), Some(Arc::new(optimizer)));
+        self.0.insert(name.into(), Some(WholeOptimizer::Any(Arc::new(optimizer))));
+        self
+    }
+
+    /// Adds an optimizer whose step the device can take back, or replaces the one of the same name.
+    pub fn with_layer(mut self, name: impl Into<String>, optimizer: impl LayerOptimizer) -> Self {
+        self.0.insert(name.into(), Some(WholeOptimizer::Layer(Arc::new(optimizer))));
         self
     }
 
@@ -95,7 +107,7 @@ impl CustomOptimizers {
     }
 
     /// The optimizer of a name that was [checked](Self::check).
-    pub(crate) fn get(&self, name: &str) -> &Arc<dyn DynOptimizer> {
+    pub(crate) fn get(&self, name: &str) -> &WholeOptimizer {
         self.0.get(name).and_then(Option::as_ref).expect("the routing has checked the names")
     }
 

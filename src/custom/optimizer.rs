@@ -12,9 +12,9 @@ use crate::backend::{FlaggedRows, KernelPolicy, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Reserved, Rule, SKIPPED,
-    SkippedSteps, Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate, of_another,
-    with_rank,
+    Decision, ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Reserved, Rule,
+    SKIPPED, SkippedSteps, Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate,
+    of_another, with_rank,
 };
 
 /// The optimizer of one parameter.
@@ -111,27 +111,21 @@ impl Whole {
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let flags = Tensor::zeros([1], (&device, DType::F32));
         let rejected = reject(self.policy, flags, &[flat(grad.clone())], &whole, f64::MAX);
-        // Read by the host: no tensor operation undoes a step of an unknown optimizer.
-        let updated = match rejected.clone().into_scalar::<f32>() > 0.0 {
-            true => parameter,
-            false => {
-                let grad = clip(self.clipping.as_ref(), grad);
-                let known = WholeParameter {
-                    flag: 0,
-                    shape: &shape,
-                    lr: lr * self.lr,
-                    origin: Origin { parameter: &self.parameter, element: 0, step: time },
-                    factors: None,
-                };
-                let state = (&mut slots, &mut own);
-                let (value, grad) = (flat(parameter), Some(flat(grad)));
-                let updated = self.update.step(value, grad, known, state, None);
-                if is_first {
-                    ensure_computed(&self.parameter, &updated)?;
-                }
-                updated.reshape(shape)
-            }
+        let grad = clip(self.clipping.as_ref(), grad);
+        let both = (flat(parameter), flat(grad));
+        let parameter = WholeParameter {
+            flag: 0,
+            shape: &shape,
+            lr: lr * self.lr,
+            origin: Origin { parameter: &self.parameter, element: 0, step: time },
+            factors: None,
+            decision: Decision { flag: rejected.clone(), read: None },
         };
+        let updated = self.update.step(both, parameter, (&mut slots, &mut own), None);
+        if is_first {
+            ensure_computed(&self.parameter, &updated)?;
+        }
+        let updated = updated.reshape(shape);
         self.skipped.count(&mut slots, &mut place, rejected)?;
         Ok((updated, WholeState { slots, own, time: time + 1, place }))
     }
@@ -158,7 +152,7 @@ impl DynOptimizer for Whole {
     fn to_device_dyn(&self, state: DynState, device: &Device) -> DynState {
         let rank = state.rank();
         let WholeState { slots, own, time, place } = state.downcast();
-        let own = own.map(|own| self.update.optimizer.to_device_dyn(own, device));
+        let own = own.map(|own| self.update.optimizer.erased().to_device_dyn(own, device));
         let slots = slots.to_device(device);
         DynState::create(WholeState { slots, own, time, place }, rank)
     }

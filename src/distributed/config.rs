@@ -105,10 +105,11 @@ impl LossScaleConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CostSource {
-    /// The floating-point operations of the iteration, in the form that will run.
+    /// The floating-point operations of the iteration, in the form that will run, and of layer
+    /// optimizers (see [`custom`](crate::custom)).
     Operations,
-    /// The seconds that the iteration takes, measured on the devices when the optimizer is made.
-    /// The slowest rank counts.
+    /// The seconds that the iteration and the steps of users' optimizers take, measured on the
+    /// devices when the optimizer is made. The slowest rank counts.
     Measured,
 }
 
@@ -134,10 +135,12 @@ pub struct DistMuonConfig {
     /// gradient separately, has to be `None`: see [`max_norm`](Self::max_norm).
     #[config(default = "MuonConfig::new()")]
     pub muon: MuonConfig,
-    /// The assignment of matrices to ranks.
+    /// The assignment of matrices to ranks. [`Layout::shard`](super::Layout::shard) assigns the
+    /// matrices of a divided model by the default, and any other value is then an error.
     #[config(default = "Balancing::Greedy")]
     pub balancing: Balancing,
-    /// The source of the costs that are balanced.
+    /// The source of the costs that are balanced. For a divided model as
+    /// [`balancing`](Self::balancing).
     #[config(default = "CostSource::Operations")]
     pub costs: CostSource,
     /// The gradients that are given to a step.

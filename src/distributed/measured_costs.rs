@@ -1,27 +1,37 @@
-//! The costs of a model's matrices: counted operations, or measured times.
+//! The costs of a model's matrices and whole parameters: counted operations, or measured times.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 
 use super::config::CostSource;
 use super::plan::{Costs, Parameter, ShapeCost, Work};
+use super::trainable::{TrainableParameter, UpdateKind};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::orthogonalize::NewtonSchulz;
-use crate::update::MuonUpdate;
+use crate::routing::Updates;
+use crate::slices;
+use crate::update::{Decision, ElementwiseUpdate, Origin, Slots, WholeParameter, WholeUpdate};
 
 /// Repetitions of a measurement, of which the fastest counts.
 const REPETITIONS: usize = 3;
 
-/// The costs of all matrices among the parameters, agreed by all ranks.
+/// The costs of all matrices and whole parameters, agreed by all ranks. `parameters` are the
+/// trainable ones as a plan sees them.
+///
+/// Only a layer optimizer counts its operations: whole parameters of others have a cost if it is
+/// measured.
 pub fn costs(
     source: CostSource,
     world: &World,
     parameters: &[Parameter],
-    muon: &MuonUpdate,
+    trainable: &[TrainableParameter],
+    updates: &Updates,
 ) -> Result<Costs> {
-    let (device, iteration) = (world.device().clone().inner(), &muon.newton_schulz);
+    let (device, muon) = (world.device().clone().inner(), &updates.muon);
+    let iteration = &muon.newton_schulz;
     let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
         Work::Matrices { rows, columns, .. } => {
             Some(([rows, columns], muon.iterated_dtype(parameter.dtype)))
@@ -34,21 +44,100 @@ pub fn costs(
     // first.
     distinct.dedup_by_key(|(shape, _)| *shape);
     match source {
-        CostSource::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
-            let each = iteration.operations(shape, dtype, &device);
-            (shape, ShapeCost { fixed: 0.0, each })
-        }))),
+        CostSource::Operations => {
+            let matrices = Costs::new(distinct.into_iter().map(|(shape, dtype)| {
+                let each = iteration.operations(shape, dtype, &device);
+                (shape, ShapeCost { fixed: 0.0, each })
+            }));
+            let counted = whole(trainable, updates).filter_map(|(parameter, update)| {
+                let operations = update.optimizer.operations(&parameter.shape)?;
+                Some((parameter.path.clone(), operations))
+            });
+            Ok(matrices.with_whole(counted))
+        }
         CostSource::Measured => {
             let measured = distinct
                 .into_iter()
                 .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
             let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
+            let local = local
+                .and_then(|costs| Ok(costs.with_whole(measure_all(trainable, updates, &device)?)));
             let all = world.gather_value(&world.agree(local)?, 0)?.unwrap_or_default();
             // The slowest rank decides when a step ends.
             let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
             world.broadcast_value(&slowest, 0)
         }
     }
+}
+
+/// The parameters that are updated whole, with their updates.
+fn whole<'a>(
+    trainable: &'a [TrainableParameter],
+    updates: &'a Updates,
+) -> impl Iterator<Item = (&'a TrainableParameter, WholeUpdate)> {
+    trainable.iter().filter_map(|parameter| match &parameter.kind {
+        UpdateKind::Whole { optimizer, .. } => Some((parameter, updates.whole(optimizer))),
+        UpdateKind::Muon { .. } | UpdateKind::Elementwise { .. } => None,
+    })
+}
+
+/// Seconds that the steps of all whole parameters take, by path. Parameters of one optimizer, shape
+/// and type are measured once.
+fn measure_all(
+    trainable: &[TrainableParameter],
+    updates: &Updates,
+    device: &Device,
+) -> Result<Vec<(String, f64)>> {
+    let mut known: BTreeMap<(String, &[usize], &str), f64> = BTreeMap::new();
+    let seconds = whole(trainable, updates).map(|(parameter, update)| {
+        let UpdateKind::Whole { optimizer, .. } = &parameter.kind else {
+            unreachable!("only whole parameters are measured here")
+        };
+        let key = (optimizer.clone(), &parameter.shape[..], parameter.dtype.name());
+        let seconds = match known.get(&key) {
+            Some(seconds) => *seconds,
+            None => {
+                let seconds = measure_whole(&update, parameter, device)?;
+                known.insert(key, seconds);
+                seconds
+            }
+        };
+        Ok((parameter.path.clone(), seconds))
+    });
+    seconds.collect()
+}
+
+/// Seconds that a step of a whole parameter takes, after its first ones.
+fn measure_whole(
+    update: &WholeUpdate,
+    TrainableParameter { path, shape, dtype, .. }: &TrainableParameter,
+    device: &Device,
+) -> Result<f64> {
+    let batch = ElementwiseUpdate::batch(shape);
+    let mut slots = Slots::zeros(&update.slots(*dtype), batch, shape, *dtype, device);
+    let elements: usize = shape.iter().product();
+    let normal = Distribution::Normal(0.0, 1.0);
+    let [values, gradient] =
+        [(); 2].map(|()| Tensor::<1>::random([elements], normal, (device, *dtype)));
+    let mut own = None;
+    let mut step = |at: usize| -> Result<f64> {
+        sync(device)?;
+        let start = Instant::now();
+        let parameter = WholeParameter {
+            flag: 0,
+            shape,
+            lr: 1e-3,
+            origin: Origin { parameter: path, element: 0, step: at },
+            factors: None,
+            decision: Decision { flag: slices::zeros(1, DType::F32, device), read: Some(false) },
+        };
+        let tensors = (values.clone(), gradient.clone());
+        drop(update.step(tensors, parameter, (&mut slots, &mut own), None));
+        sync(device)?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    step(0)?; // compiles, and makes the state
+    (1..=REPETITIONS).try_fold(f64::INFINITY, |least, at| Ok(least.min(step(at)?)))
 }
 
 /// Seconds that the iteration takes for a batch, from batches of one and of two.

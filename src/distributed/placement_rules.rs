@@ -36,6 +36,9 @@ impl Place {
     /// Divides parameters among the ranks along the axis of
     /// [`Layout::owned`](super::Layout::owned), however small they are; not those that are cut
     /// along that axis.
+    ///
+    /// Frozen parameters are divided if such a place names them, and only then: they are gathered
+    /// at every use, and have no gradient that would be reduced.
     pub fn owned(pattern: impl Into<String>) -> Self {
         Self::new(pattern, Rule::Between(Placement::Owned))
     }
@@ -112,22 +115,24 @@ impl Place {
 pub struct Places<'a>(Vec<(&'a Place, Regex)>);
 
 impl<'a> Places<'a> {
-    /// Fails for a pattern that is malformed or matches no parameter. Frozen parameters are only
-    /// cut.
+    /// Fails for a pattern that is malformed or matches no parameter. Frozen parameters are cut or
+    /// owned.
     pub fn compile(places: &'a [Place], parameters: &[Found]) -> Result<Self> {
         let compile = |place: &'a Place| {
             let regex = Regex::new(&place.pattern).map_err(|error| Error::Pattern {
                 pattern: place.pattern.clone(),
                 reason: error.to_string(),
             })?;
-            let (cuts_frozen, expected) = match place.rule {
-                Rule::Cut { .. } => (true, "a parameter whose path matches"),
+            let (takes_frozen, expected) = match place.rule {
+                Rule::Cut { .. } | Rule::Between(Placement::Owned) => {
+                    (true, "a parameter whose path matches")
+                }
                 Rule::Between(_) | Rule::Partial { .. } => {
                     (false, "a trained parameter whose path matches")
                 }
             };
             let matches =
-                |found: &Found| (found.trainable || cuts_frozen) && regex.is_match(&found.path);
+                |found: &Found| (found.trainable || takes_frozen) && regex.is_match(&found.path);
             match parameters.iter().any(matches) {
                 true => Ok((place, regex)),
                 false => Err(Error::UnusedRule { pattern: place.pattern.clone(), expected }),

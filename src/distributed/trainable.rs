@@ -35,6 +35,7 @@ pub struct ModelParameter {
     pub blocks: Blocks,
     /// The parts of the blocks that this rank has.
     pub held: Blocks,
+    /// The indices of its blocks as they are trained; none for a frozen one.
     pub trainable: Range<usize>,
 }
 
@@ -179,6 +180,36 @@ pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Train
         });
     }
     Ok(all)
+}
+
+/// A frozen parameter that the ranks divide, as the model has it, and as a plan would see it: in
+/// even rows, since no optimizer needs more.
+pub fn frozen(found: &Found, cuts: &Cuts) -> (ModelParameter, Parameter) {
+    let slice = cuts.slice(&found.path);
+    let blocks = Blocks::of_elements(found.shape.iter().product());
+    let slices = slices_of_blocks(slice, &blocks);
+    let rows = Parameter {
+        path: found.path.clone(),
+        shape: found.shape.clone(),
+        dtype: found.dtype,
+        work: Work::Elements,
+        placement: found.placement,
+        slices: slices[0].clone(),
+    };
+    let parameter = ModelParameter {
+        path: found.path.clone(),
+        id: found.id,
+        shape: slice.map_or_else(|| found.shape.clone(), Slice::shape),
+        slice: slice.cloned(),
+        gradient_factor: 1.0,
+        dtype: found.dtype,
+        placement: found.placement,
+        mapper: Arc::default(),
+        held: held(slice, &blocks, &slices),
+        blocks,
+        trainable: 0..0,
+    };
+    (parameter, rows)
 }
 
 /// The slices of every block of a parameter, each as a parameter of its own.

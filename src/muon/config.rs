@@ -17,8 +17,8 @@ use crate::orthogonalize::NewtonSchulzConfig;
 use crate::routing::{Expectation, FirstLinear, RoutingRule};
 use crate::update::parts::{Part, check_combination};
 use crate::update::{
-    Ledger, LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps,
-    StateDtype, WeightDecay,
+    LayerOptimizer, Ledger, LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision,
+    SkippedSteps, StateDtype, WeightDecay,
 };
 
 /// Configuration of [`Muon`], and of the AdamW for everything that is not a hidden matrix.
@@ -136,6 +136,17 @@ impl MuonConfig {
     /// Burn's interface, which updates every parameter as a whole. See [`custom`](crate::custom).
     pub fn with_optimizer(mut self, name: impl Into<String>, optimizer: impl Optimizer) -> Self {
         self.optimizers = self.optimizers.with(name, optimizer);
+        self
+    }
+
+    /// Adds an optimizer as [`with_optimizer`](Self::with_optimizer) does, for whose steps the host
+    /// does not wait, and by whose operations plans balance the ranks.
+    pub fn with_layer_optimizer(
+        mut self,
+        name: impl Into<String>,
+        optimizer: impl LayerOptimizer,
+    ) -> Self {
+        self.optimizers = self.optimizers.with_layer(name, optimizer);
         self
     }
 

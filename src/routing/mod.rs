@@ -132,7 +132,8 @@ pub struct ParameterRoute {
     pub custom: Option<String>,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
-    /// Floating-point operations of Muon's iteration per step; 0 for other roles.
+    /// Floating-point operations per step of Muon's iteration, or of a
+    /// [`LayerOptimizer`](crate::custom::LayerOptimizer); 0 for all others.
     pub operations: f64,
     /// Bytes of the optimizer's state after the first step. Of an optimizer of the user's, only
     /// those of master weights are known.
@@ -212,7 +213,9 @@ impl Updates {
                     None => self.rest.slots(*dtype),
                     Some(name) => {
                         ensure_whole(path, shape)?;
-                        self.whole(name).slots(*dtype)
+                        let update = self.whole(name);
+                        route.operations = operations(name, &update, found)?;
+                        update.slots(*dtype)
                     }
                 };
                 route.state_bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
@@ -383,6 +386,19 @@ impl Routing {
 /// The parameters of these paths, or of these identities, as a Burn group.
 pub(crate) fn parameter_group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGroup {
     ParamGroup::from_paths(paths).fuse(&ParamGroup::from_ids(ids))
+}
+
+/// The operations of a step by an optimizer of the user's, 0 where they are not known.
+fn operations(name: &str, update: &WholeUpdate, Found { path, shape, .. }: &Found) -> Result<f64> {
+    let operations = update.optimizer.operations(shape).unwrap_or_default();
+    match operations.is_finite() && operations >= 0.0 {
+        true => Ok(operations),
+        false => Err(Error::setting(
+            format!("optimizers.{name}"),
+            format!("{operations} operations for `{path}` of shape {shape:?}"),
+            "a finite number of operations, at least 0, by `LayerOptimizer::operations`",
+        )),
+    }
 }
 
 /// Fails for a parameter of more dimensions than Burn's optimizers support.

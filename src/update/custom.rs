@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use burn::optim::{DynOptimizer, DynState, LearningRate, StateSink, StateSource, join_path};
+use burn::optim::{DynState, LearningRate, StateSink, StateSource, join_path};
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
+use super::layer::{Decision, WholeOptimizer, with_rank};
 use super::ledger::{Ledger, UpdatedBy};
 use super::muon::scaled_by;
 use super::precision::Precision;
@@ -18,51 +19,6 @@ use crate::backend::precise_dtype;
 /// slots.
 pub(crate) const OWN_STATE: &str = "state";
 
-/// The largest number of dimensions that Burn's optimizers support.
-pub(crate) const MAX_RANK: usize = 8;
-
-/// Evaluates an expression for the number of dimensions `$rank`, as the constant `$d`.
-macro_rules! with_rank {
-    ($rank:expr, $d:ident => $body:expr) => {
-        match $rank {
-            1 => {
-                const $d: usize = 1;
-                $body
-            }
-            2 => {
-                const $d: usize = 2;
-                $body
-            }
-            3 => {
-                const $d: usize = 3;
-                $body
-            }
-            4 => {
-                const $d: usize = 4;
-                $body
-            }
-            5 => {
-                const $d: usize = 5;
-                $body
-            }
-            6 => {
-                const $d: usize = 6;
-                $body
-            }
-            7 => {
-                const $d: usize = 7;
-                $body
-            }
-            8 => {
-                const $d: usize = 8;
-                $body
-            }
-            rank => panic!("a parameter of {rank} dimensions can't be updated whole"),
-        }
-    };
-}
-pub(crate) use with_rank;
-
 /// A parameter in a step.
 pub(crate) struct WholeParameter<'a> {
     /// Index of its flag.
@@ -72,13 +28,15 @@ pub(crate) struct WholeParameter<'a> {
     pub origin: Origin<'a>,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
+    /// The decision whether it stays as it is.
+    pub decision: Decision,
 }
 
 /// The update of a parameter by one optimizer.
 #[derive(Clone)]
 pub(crate) struct WholeUpdate {
     pub name: Arc<str>,
-    pub optimizer: Arc<dyn DynOptimizer>,
+    pub optimizer: WholeOptimizer,
     pub precision: Precision,
     pub ledger: Ledger,
 }
@@ -90,40 +48,33 @@ impl WholeUpdate {
     }
 
     /// One step of a parameter of a shape: its new values. Advances the slots and the optimizer's
-    /// `own` state, which is absent before the first step. Without a gradient the optimizer is not
-    /// called: no tensor operation undoes a step of an unknown optimizer.
+    /// `own` state, which is absent before the first step, unless the step is rejected.
     ///
     /// The optimizer gets the values and the gradient of parameters in half precision in float32.
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        values: Tensor<1>,
-        gradient: Option<Tensor<1>>,
-        WholeParameter { flag, shape, lr, origin, factors }: WholeParameter<'_>,
+        (values, gradient): (Tensor<1>, Tensor<1>),
+        WholeParameter { flag, shape, lr, origin, factors, decision }: WholeParameter<'_>,
         (slots, own): (&mut Slots, &mut Option<DynState>),
         observations: Option<&mut Observations>,
     ) -> Tensor<1> {
         let (dtype, elements) = (values.dtype(), values.dims()[0]);
         let values = self.precision.widen(vec![values], &[0], slots).swap_remove(0);
         let old = observations.is_some().then(|| values.clone());
-        let updated = match gradient {
-            Some(gradient) => {
-                // In float32, whatever the parameter: optimizers of Burn compute in the type that
-                // they are given.
-                let tensors = [values, gradient.cast(precise_dtype(dtype))];
-                let [values, gradient] = tensors.map(|tensor| shaped(tensor, shape));
-                let (updated, state) =
-                    // Moved, so that the optimizer may write into its state.
-                    self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
-                *own = state;
-                if let Some(entries) = &mut *self.ledger.entries() {
-                    entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
-                }
-                flat(updated, shape.len())
-            }
-            None => values,
-        };
-        let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
+        // In float32, whatever the parameter: optimizers of Burn compute in the type that they are
+        // given.
+        let tensors = [values, gradient.cast(precise_dtype(dtype))];
+        let tensors = tensors.map(|tensor| shaped(tensor, shape));
+        // Moved, so that the optimizer may write into its state.
+        let (updated, state) =
+            self.optimizer.step((shape.len(), lr), tensors, own.take(), decision);
+        *own = state;
+        if let Some(entries) = &mut *self.ledger.entries() {
+            entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
+        }
+        let updated = vec![flat(updated, shape.len())];
+        let updated = scaled_by(updated, std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
             // There is no iteration whose error could be observed.
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
@@ -136,7 +87,7 @@ impl WholeUpdate {
     /// Writes the optimizer's own state to a record.
     pub fn flatten(&self, own: Option<&DynState>, prefix: &str, out: &mut StateSink) {
         if let Some(state) = own {
-            self.optimizer.state_flatten(&join_path(prefix, OWN_STATE), state, out);
+            self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
         }
     }
 
@@ -154,7 +105,7 @@ impl WholeUpdate {
         if !source.has_under(&prefix) {
             return Some(None);
         }
-        self.optimizer.state_unflatten(rank, &prefix, source, device).map(Some)
+        self.optimizer.erased().state_unflatten(rank, &prefix, source, device).map(Some)
     }
 }
 

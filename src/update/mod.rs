@@ -18,6 +18,7 @@ mod clipping;
 mod custom;
 mod elementwise;
 mod idle_matrices;
+mod layer;
 mod ledger;
 mod lr_scale;
 mod momentum;
@@ -34,12 +35,14 @@ mod step_size;
 use burn::tensor::Tensor;
 
 pub(crate) use clipping::clip;
-pub(crate) use custom::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
+pub(crate) use custom::{OWN_STATE, WholeParameter, WholeUpdate};
 pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
     ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
 pub(crate) use idle_matrices::Clocks;
+pub(crate) use layer::{Decision, MAX_RANK, WholeOptimizer, with_rank};
+pub use layer::{LayerOptimizer, Rejected};
 pub(crate) use ledger::{Entries, Ledger};
 pub use ledger::{IterationUsed, UpdatedBy};
 pub use lr_scale::LrScale;

@@ -12,7 +12,7 @@ use burn::optim::{
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::custom::with_rank;
+use super::layer::with_rank;
 use crate::error::Error;
 use crate::load_difference::{Difference, DifferenceKind};
 

@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::parts::{
-    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, Renormalization,
-    RowEquilibration,
+    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, RadialBrake,
+    Renormalization, RowEquilibration,
 };
 use distmuon::{
     LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, RoutingRule, Schedule,
@@ -73,6 +73,10 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![Hyperball::fixed(1.5).into(), NorMuon::new(0.5).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(WeightDecay::Cautious(0.3.into()))
         }),
+        ("a braked norm", {
+            let parts = vec![RadialBrake::new(0.5, 0.9).into(), MaxNorm::new(9.0).into()];
+            MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
+        }),
         ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
     ]
 }
@@ -80,7 +84,9 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
 /// Returns a configuration whose update needs no more of values than to apply directions to them:
 /// without the parts that constrain values, and with decoupled weight decay instead of coupled.
 pub fn separable(mut muon: MuonConfig) -> MuonConfig {
-    muon.parts.retain(|part| !matches!(part, Part::Hyperball(_) | Part::MaxNorm(_)));
+    let constrains =
+        |part: &Part| matches!(part, Part::Hyperball(_) | Part::MaxNorm(_) | Part::RadialBrake(_));
+    muon.parts.retain(|part| !constrains(part));
     if let WeightDecay::Coupled(decay) = muon.weight_decay {
         muon.weight_decay = WeightDecay::Decoupled(decay);
     }

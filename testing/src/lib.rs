@@ -7,6 +7,7 @@
 //! - [`combinations`]: parts of the update that are used together, and a model for them;
 //! - [`device`]: properties of the default device;
 //! - [`worlds`]: the same case on every engine;
+//! - [`soap`]: an optimizer of the user's that needs whole matrices;
 //! - [`simulated`]: a rank among many that are not there;
 //! - [`watched`]: an engine that reports the calls of another one;
 //! - `host`, with feature `cuda`: the engine `nccl` over a library that needs no GPU;
@@ -24,6 +25,7 @@ pub mod precision;
 mod profile;
 pub mod references;
 pub mod simulated;
+pub mod soap;
 pub mod watched;
 pub mod worlds;
 

@@ -6,6 +6,7 @@ mod collectives;
 mod custom;
 mod cuts;
 mod drift;
+mod layer_optimizers;
 mod nodes;
 mod owned;
 mod parallel;
@@ -53,13 +54,14 @@ fn updates() -> Vec<Case> {
 fn passes() -> Vec<Case> {
     let cases =
         [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
-    [&cases[..], &[unused::EVERYWHERE]].concat().concat()
+    [&cases[..], &[unused::EVERYWHERE, layer_optimizers::EVERYWHERE]].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS, drift::IN_PROCESS]].concat().concat()
+    let more = [custom::IN_PROCESS, drift::IN_PROCESS, layer_optimizers::IN_PROCESS];
+    [&cases[..], &more].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in

@@ -186,7 +186,9 @@ impl Layout {
         // A use of every parameter gathers it. As a reading, it does not count as a pass.
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
-        let whole = parameters::map(whole, &mut Unshard { owned, ids });
+        let found = parameters::of(model).into_iter();
+        let trained = found.map(|found| (found.path, found.trainable)).collect();
+        let whole = parameters::map(whole, &mut Unshard { owned, ids, trained });
         let mut join = Joining { layout: self, cuts, error: None };
         let whole = parameters::map(whole, &mut join);
         join.error.map_or(Ok(whole), Err)
@@ -385,6 +387,8 @@ impl Reparameterizer for Reduce<'_> {
 struct Unshard {
     owned: HashMap<String, Arc<PassParameter>>,
     ids: HashMap<String, ParamId>,
+    /// `false` for frozen parameters.
+    trained: HashMap<String, bool>,
 }
 
 impl parameters::Map for Unshard {
@@ -393,8 +397,8 @@ impl parameters::Map for Unshard {
             return param;
         };
         let (_, value, mapper) = param.consume();
-        // Gathered values are no leaves; the model that is returned is to be trained like any.
+        // Gathered values are no leaves; what the model trains is to be trained again.
         let whole = Param::from_mapped_value(*id, value, mapper);
-        parameter.form.whole(whole).set_require_grad(true)
+        parameter.form.whole(whole).set_require_grad(self.trained[path])
     }
 }

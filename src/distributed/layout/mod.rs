@@ -602,8 +602,13 @@ impl Layout {
         let slice = cuts.slice(&found.path);
         let shape = slice.map_or_else(|| found.shape.clone(), Slice::shape);
         let elements: usize = shape.iter().product();
+        // Not along the axis along which every rank has its slice.
+        let is_cut = |axis: &&String| slice.is_some_and(|slice| slice.slices.axes().contains(axis));
+        let axis = self.axis.as_ref().filter(|axis| !is_cut(axis));
         if !found.trainable {
-            return Placement::Replicated;
+            let is_named = places.of(&found.path) == Some(Placement::Owned);
+            let is_owned = is_named && axis.is_some() && elements > 0;
+            return if is_owned { Placement::Owned } else { Placement::Replicated };
         }
         // Gradients of more dimensions can't be returned.
         let is_large = elements >= self.small_elements && found.shape.len() <= MOST_DIMENSIONS;
@@ -611,9 +616,7 @@ impl Layout {
             true => Placement::Reduced,
             false => Placement::Replicated,
         };
-        // Not along the axis along which every rank has its slice.
-        let is_cut = |axis: &&String| slice.is_some_and(|slice| slice.slices.axes().contains(axis));
-        match (places.of(&found.path), self.axis.as_ref().filter(|axis| !is_cut(axis))) {
+        match (places.of(&found.path), axis) {
             (Some(Placement::Replicated), _) | (_, None) => unowned,
             (Some(placement), Some(_)) => placement,
             (None, Some(_)) if is_large && found.shape.len() >= 2 => Placement::Owned,
@@ -661,20 +664,22 @@ impl Layout {
             let is_divided =
                 found.placement.reduces_in_backward() || cuts.slice(&found.path).is_some();
             if is_divided && adapted.contains(&found.path) {
-                let remedy = "merge the adapter, or leave the parameter on all ranks with \
-                              `Place::replicated`";
+                let remedy = "merge the adapter, leave the parameter on all ranks with \
+                              `Place::replicated`, or write the adapter as layers next to a \
+                              frozen one, which `Place::owned` divides";
                 let reason = "it has an adapter, which can't be divided";
                 return Err(Error::parameter(&found.path, rank, reason, remedy));
             }
         }
-        let Trainable { model, planned, .. } = trainable::of_model(&routing, &found, &cuts)?;
+        let Trainable { model, trainable, planned } = trainable::of_model(&routing, &found, &cuts)?;
         self.ensure_unmixed(&model, &planned)?;
-        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
+        let (world, updates) = (self.world(), routing.updates());
+        let costs = costs(CostSource::Operations, world, &planned, &trainable, updates)?;
         let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
         let owners = plan.parameters().iter().zip(plan.owners());
         let owners: Vec<Vec<usize>> =
             owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
-        let parameters = self.pass_parameters(&model, &plan, &owners);
+        let parameters = self.pass_parameters(&found, &cuts, &model, (&plan, &owners));
         let planned = plan.parameters().iter().cloned().zip(owners).collect();
         Ok(Division { parameters, planned, found, cuts })
     }
@@ -696,26 +701,42 @@ impl Layout {
         Ok(())
     }
 
-    /// The parameters whose gradients the backward pass reduces, with the owners of their blocks.
+    /// The parameters that are divided, or whose gradients the backward pass reduces, in the order
+    /// of the model, with the owners of their blocks. `model` has the trained ones.
     fn pass_parameters(
         &self,
+        found: &[Found],
+        cuts: &Cuts,
         model: &[ModelParameter],
-        plan: &Plan,
-        owners: &[Vec<usize>],
+        (plan, owners): (&Plan, &[Vec<usize>]),
     ) -> Vec<Arc<PassParameter>> {
-        let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
-        let pass_parameter = |(index, parameter): (usize, &ModelParameter)| {
-            let trainable = parameter.trainable.clone();
-            // All blocks of a parameter are sent together, whichever bucket the plan has them in.
-            let (blocks, owners) = (&plan.parameters()[trainable.clone()], &owners[trainable]);
+        let (mut trained, mut all) = (model.iter(), vec![]);
+        for found in found {
+            let known = found.trainable.then(|| trained.next().expect("each is in the model"));
+            if !found.placement.reduces_in_backward() {
+                continue;
+            }
+            let (parameter, blocks, owners) = match known {
+                Some(known) => {
+                    // All blocks of a parameter are sent together, whichever bucket the plan has
+                    // them in.
+                    let range = known.trainable.clone();
+                    let blocks = plan.parameters()[range.clone()].to_vec();
+                    (known.clone(), blocks, owners[range].to_vec())
+                }
+                None => {
+                    let (parameter, rows) = trainable::frozen(found, cuts);
+                    (parameter, vec![rows], vec![vec![]])
+                }
+            };
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
-            let bucket = Bucket::of_one(blocks, owners, plan.world_size());
-            let bucket = bucket.of_slice(blocks, &grid.ranks, grid.slice);
-            let positions = self.positions(axes, &grid);
-            Arc::new(PassParameter::new(index, parameter, bucket, (&positions, grid.replica)))
-        };
-        reduced.enumerate().map(pass_parameter).collect()
+            let bucket = Bucket::of_one(&blocks, &owners, plan.world_size());
+            let bucket = bucket.of_slice(&blocks, &grid.ranks, grid.slice);
+            let positions = (&*self.positions(axes, &grid), grid.replica);
+            all.push(Arc::new(PassParameter::new(all.len(), &parameter, bucket, positions)));
+        }
+        all
     }
 
     /// The ranks by their slices of parameters that are cut along some axes.

@@ -15,7 +15,7 @@ use crate::parameters::Placement;
 use crate::slices;
 
 /// A parameter whose gradient is reduced in the backward pass. An owned one is also divided among
-/// ranks between steps.
+/// ranks between steps, and may be frozen instead.
 ///
 /// A rank updates its *shard*, and holds its *part*: the shards of all ranks that have replicas of
 /// the part. Without replicas, a part is a shard.
@@ -27,6 +27,8 @@ pub struct PassParameter {
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub placement: Placement,
+    /// `false` for one that was frozen when the model was divided.
+    pub is_trained: bool,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
     /// The axes along which it is cut: it has the shape of this rank's slice.
@@ -135,6 +137,7 @@ impl PassParameter {
             shape: parameter.shape.clone(),
             dtype: parameter.dtype,
             placement: bucket.placement,
+            is_trained: !parameter.trainable.is_empty(),
             blocks: parameter.held.clone(),
             axes: slices.map_or(vec![], |slices| slices.axes().to_vec()),
             most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {

@@ -8,9 +8,9 @@ use burn::tensor::Tensor;
 use super::busy::Busy;
 use crate::checksum;
 use crate::comm::{World, exchanges};
-use crate::distributed::config::DistMuonConfig;
+use crate::distributed::config::{CostSource, DistMuonConfig};
 use crate::distributed::layout::Layout;
-use crate::distributed::plan::{Costs, Parameter, Plan, PlanConfig, node_order};
+use crate::distributed::plan::{Balancing, Costs, Parameter, Plan, PlanConfig, node_order};
 use crate::distributed::same_parameters::{first_unequal, same_parameters};
 use crate::distributed::sliced_parameters::SliceGroup;
 use crate::error::{Error, Result};
@@ -86,7 +86,10 @@ pub fn plan(
     let world = layout.world();
     let settings = config.plan_config(world.size());
     let owners = match layout.owners(&parameters) {
-        Some(owners) => owners,
+        Some(owners) => {
+            ensure_planned_by_layout(config)?;
+            owners
+        }
         None => {
             let owners = owners(world, &parameters, &settings, costs)?;
             let in_order = |(parameter, owners): (&Parameter, Vec<usize>)| match parameter.slices {
@@ -106,6 +109,19 @@ pub fn plan(
             calls: format!("rank {rank} has another plan than rank 0, from another configuration"),
         }),
         None => Ok(plan),
+    }
+}
+
+/// Fails for settings of a plan that a divided model can't follow.
+fn ensure_planned_by_layout(config: &DistMuonConfig) -> Result<()> {
+    let expected = "the default, by which `Layout::shard` has chosen the owners: leave it, or \
+                    divide no parameters";
+    if config.balancing != Balancing::default() {
+        return Err(Error::setting("balancing", format!("{:?}", config.balancing), expected));
+    }
+    match config.costs {
+        CostSource::Operations => Ok(()),
+        CostSource::Measured => Err(Error::setting("costs", "Measured", expected)),
     }
 }
 

@@ -23,7 +23,7 @@ use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
-    Clocks, ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter,
+    Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter,
     MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors, WholeParameter,
     WholeUpdate,
 };
@@ -363,9 +363,10 @@ impl Shard {
         slots.flat_map(of_slot).collect()
     }
 
-    /// Returns `true` if this rank owns whole parameters.
-    pub fn owns_whole(&self) -> bool {
-        self.batches.iter().any(|batch| batch.whole.is_some())
+    /// Returns `true` if the host has to know which of this rank's parameters stay as they are.
+    pub fn reads_decisions(&self) -> bool {
+        let whole = self.batches.iter().filter_map(|batch| batch.whole.as_ref());
+        whole.into_iter().any(|whole| whole.update.optimizer.reads())
     }
 
     /// The states that the optimizers of this rank's whole parameters made, by parameter: each is
@@ -525,10 +526,10 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
         let gradient = match controls.factor.clone() {
-            _ if controls.read[run.parameter] => None,
-            Some(factor) => Some(scaled(gradient.cast(precise_dtype(value.dtype())), factor)),
-            None => Some(gradient),
+            Some(factor) => scaled(gradient.cast(precise_dtype(value.dtype())), factor),
+            None => gradient,
         };
+        let flag = slices::slice(&controls.rejected, run.parameter..run.parameter + 1);
         let WholeRow { update, shape, own } = self.whole.as_mut().expect("a whole parameter");
         let parameter = WholeParameter {
             flag: run.parameter,
@@ -536,8 +537,9 @@ impl Batch {
             lr: inputs.sizes[run.parameter].lr,
             origin: run.origin(inputs),
             factors: run.factors(inputs),
+            decision: Decision { flag, read: controls.read.get(run.parameter).copied() },
         };
-        vec![update.step(value, gradient, parameter, (&mut self.state, own), observations)]
+        vec![update.step((value, gradient), parameter, (&mut self.state, own), observations)]
     }
 }
 

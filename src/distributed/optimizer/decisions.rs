@@ -27,8 +27,8 @@ pub struct StepControls {
     pub corrections: [Tensor<1>; 2],
     /// The factor on all gradients.
     pub factor: Option<Tensor<1>>,
-    /// `rejected` on the host, if this rank owns whole parameters among those that are updated
-    /// ([`Shard::owns_whole`](super::bucket_shard::Shard::owns_whole)).
+    /// `rejected` on the host, if this rank
+    /// [reads](super::bucket_shard::Shard::reads_decisions) the decisions; otherwise empty.
     pub read: Vec<bool>,
 }
 

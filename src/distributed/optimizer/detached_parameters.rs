@@ -420,6 +420,10 @@ impl parameters::Map for Detach<'_> {
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let index = self.indices.get(path).copied();
+        if index.is_none() && self.passes.get(path).is_some_and(|known| !known.is_trained) {
+            self.reject_untrained(path, &part);
+            return part;
+        }
         let Some((index, pass_parameter)) = index.zip(self.passes.get(path)) else {
             self.error.get_or_insert(Error::parameter(
                 path,
@@ -564,7 +568,7 @@ impl parameters::Map for Reattach<'_> {
     }
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let index = self.indices[path];
+        let Some(index) = self.indices.get(path).copied() else { return part }; // frozen
         let pass_parameter = &self.passes[path];
         let (id, placeholder, mapper) = part.consume();
         let Some(value) = self.parts[index].take() else {

@@ -205,8 +205,8 @@ fn decide(
         // sent.
         (step.flags.clone().max_pair(step.absent.clone()), None)
     };
-    // Read by the host before the updates are queued, and only where a user's optimizer is.
-    let is_read = stage.buckets.iter().any(|bucket| step.shards[*bucket].owns_whole());
+    // Read by the host before the updates are queued, and only where a user's optimizer needs it.
+    let is_read = stage.buckets.iter().any(|bucket| step.shards[*bucket].reads_decisions());
     let read = is_read.then(|| rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect());
     // After `agree_on_rejected`, which has advanced them for this step.
     let corrections = accounts.counters.corrections.clone();
@@ -279,4 +279,60 @@ fn publish_parts(
         parts[index] = Some(part.wait()?);
     }
     Ok(parts)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::nn::LinearConfig;
+    use burn::optim::{LearningRate, Optimizer, SgdConfig};
+    use burn::tensor::{Device, Tensor};
+
+    use super::super::bucket_shard::Shard;
+    use crate::custom::{LayerOptimizer, Rejected};
+    use crate::muon::MuonConfig;
+    use crate::routing::RoutingRule;
+
+    /// Gradient descent.
+    #[derive(Clone)]
+    struct Descent;
+
+    impl Optimizer for Descent {
+        type State<const D: usize> = ();
+
+        fn step<const D: usize>(
+            &self,
+            lr: LearningRate,
+            parameter: Tensor<D>,
+            gradient: Tensor<D>,
+            _state: Option<()>,
+        ) -> (Tensor<D>, Option<()>) {
+            (parameter - gradient * lr, None)
+        }
+
+        fn to_device<const D: usize>(_state: (), _device: &Device) {}
+    }
+
+    impl LayerOptimizer for Descent {
+        fn initial<const D: usize>(&self, _parameter: &Tensor<D>) {}
+
+        fn keep<const D: usize>(_rejected: &Rejected, _old: (), _new: ()) {}
+
+        fn operations(&self, shape: &[usize]) -> f64 {
+            2.0 * shape.iter().product::<usize>() as f64
+        }
+    }
+
+    #[test]
+    fn the_host_reads_decisions_for_optimizers_only_that_the_device_can_not_take_back() {
+        let model = LinearConfig::new(8, 8).init(&Device::default().autodiff());
+        let reads = |muon: MuonConfig| {
+            let muon = muon.with_rule(RoutingRule::custom("weight", "descent"));
+            muon.init_batched(&model).unwrap().shards.iter().any(Shard::reads_decisions)
+        };
+        let config = MuonConfig::new;
+        assert!(reads(config().with_optimizer("descent", SgdConfig::new().build())));
+        assert!(!reads(config().with_layer_optimizer("descent", Descent)));
+        // By Burn's interface alone, nothing is known of it.
+        assert!(reads(config().with_optimizer("descent", Descent)));
+    }
 }

@@ -336,8 +336,9 @@ impl Plan {
         hasher.finish()
     }
 
-    /// Returns the cost of each rank's matrices in a step, in the unit of `costs`. A rank's
-    /// matrices of one shape in one bucket are one batch.
+    /// Returns the cost of each rank's matrices and whole parameters in a step, in the unit of
+    /// `costs`. A rank's matrices of one shape in one bucket are one batch. Whole parameters
+    /// without a cost do not count.
     ///
     /// # Panics
     ///
@@ -347,21 +348,25 @@ impl Plan {
         (0..self.world_size).map(|rank| work.iter().map(|bucket| bucket[rank]).sum()).collect()
     }
 
-    /// The cost of each rank's matrices: `[bucket][rank]`.
+    /// The cost of each rank's matrices and whole parameters: `[bucket][rank]`.
     pub(super) fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
         let work = self.buckets.iter().map(|bucket| {
             // A rank iterates its matrices of one shape in a bucket together, and pays their fixed
             // cost once.
             let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
+            let mut work = vec![0.0; self.world_size];
             for &parameter in &bucket.parameters {
-                let Work::Matrices { rows, columns, .. } = self.parameters[parameter].work else {
-                    continue;
-                };
+                let Parameter { path, work: kind, .. } = &self.parameters[parameter];
                 for &owner in &self.owners[parameter] {
-                    *batches.entry((owner, [rows, columns])).or_default() += 1;
+                    match *kind {
+                        Work::Matrices { rows, columns, .. } => {
+                            *batches.entry((owner, [rows, columns])).or_default() += 1;
+                        }
+                        Work::Whole => work[owner] += costs.of_whole(path).unwrap_or_default(),
+                        Work::Elements => {}
+                    }
                 }
             }
-            let mut work = vec![0.0; self.world_size];
             for ((owner, shape), count) in batches {
                 work[owner] += costs.of(shape).batch(count);
             }

@@ -1,7 +1,5 @@
 //! The choice of an owner for every matrix and every whole parameter.
 
-use std::collections::BTreeMap;
-
 use super::bucket::{BucketContents, BucketKind};
 use super::greedy::greedy;
 use super::loads::{Assignment, Class, Matrix};
@@ -11,8 +9,8 @@ use super::{Balancing, Costs, Parameter, ShapeCost, Work};
 
 /// Returns the owner of every matrix and every whole parameter: one list per parameter.
 ///
-/// Whole parameters are balanced among themselves, by their elements: the cost of a user's
-/// optimizer is not known, and does not have the unit of `costs`.
+/// Whole parameters that have a cost are balanced together with the matrices. All others are
+/// balanced among themselves, by their elements, which do not have the unit of `costs`.
 pub(super) fn owners(
     parameters: &[Parameter],
     layout: &[BucketContents],
@@ -28,18 +26,23 @@ pub(super) fn owners(
             matrices.zip((0..world_size).cycle()).collect()
         }
         Balancing::Greedy => {
-            let classes = classes(batches, costs);
+            let classes = classes(parameters, batches, costs);
             assign(&classes, &greedy(&classes, world_size)).collect()
         }
         #[cfg(feature = "optimal")]
         Balancing::Optimal { time_limit_s } => {
-            let classes = classes(batches, costs);
+            let classes = classes(parameters, batches, costs);
             let start = greedy(&classes, world_size);
             // From the greedy plan, so that a search without time returns at least that.
             assign(&classes, &optimal::improve(&classes, start, time_limit_s)).collect()
         }
     };
-    let whole = whole(parameters);
+    let of_elements = |parameter: &Parameter| {
+        let is_planned = balancing != Balancing::BlockCyclic;
+        let has_cost = is_planned && costs.of_whole(&parameter.path).is_some();
+        (!has_cost).then_some(parameter.elements() as f64)
+    };
+    let whole = whole(parameters, of_elements);
     let assignment = greedy(&whole, world_size);
     let ranks_of_whole = assign(&whole, &assignment);
     // Elements have no owner: their list is empty.
@@ -50,20 +53,18 @@ pub(super) fn owners(
     owners
 }
 
-/// The whole parameters, the largest first. All of one size are one class.
-fn whole(parameters: &[Parameter]) -> Vec<Class> {
-    let mut sizes: BTreeMap<usize, Vec<Matrix>> = BTreeMap::new();
-    for (index, parameter) in parameters.iter().enumerate() {
-        if parameter.work == Work::Whole {
-            sizes.entry(parameter.elements()).or_default().push((index, 0));
-        }
-    }
-    let class = |(elements, matrices)| {
-        let cost = ShapeCost { fixed: 0.0, each: elements as f64 };
-        Class { cost, matrices }
+/// The whole parameters that have a cost, the most expensive first. All of one cost are one class.
+fn whole(parameters: &[Parameter], cost: impl Fn(&Parameter) -> Option<f64>) -> Vec<Class> {
+    let whole = parameters.iter().enumerate().filter(|(_, p)| p.work == Work::Whole);
+    let mut costs: Vec<(f64, Matrix)> =
+        whole.filter_map(|(index, parameter)| Some((cost(parameter)?, (index, 0)))).collect();
+    // The sort is stable, and keeps the order of the model.
+    costs.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let class = |costs: &[(f64, Matrix)]| Class {
+        cost: ShapeCost { fixed: 0.0, each: costs[0].0 },
+        matrices: costs.iter().map(|(_, matrix)| *matrix).collect(),
     };
-    // Largest first, as the greedy assignment expects its classes.
-    sizes.into_iter().rev().map(class).collect()
+    costs.chunk_by(|(a, _), (b, _)| a == b).map(class).collect()
 }
 
 /// The matrices of each shape in each bucket, in the order of the layout. A rank updates those that
@@ -90,13 +91,17 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
     batches
 }
 
-/// The classes of interchangeable matrices, the most expensive first.
+/// The classes of interchangeable matrices and whole parameters, the most expensive first.
 ///
 /// The matrices of one batch are interchangeable. So are matrices of different batches if they cost
 /// the same and share no fixed cost with other matrices. There may be no fixed cost, or each of
 /// them is alone in its batch.
-fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class> {
-    let mut classes: Vec<Class> = vec![];
+fn classes(
+    parameters: &[Parameter],
+    batches: Vec<([usize; 2], Vec<Matrix>)>,
+    costs: &Costs,
+) -> Vec<Class> {
+    let mut classes = whole(parameters, |parameter| costs.of_whole(&parameter.path));
     for (shape, matrices) in batches {
         let cost = match matrices.len() {
             // Alone in its batch, a matrix always pays the fixed cost: it is part of the price.

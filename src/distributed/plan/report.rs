@@ -11,7 +11,8 @@ use super::{Costs, Plan};
 pub struct RankReport {
     /// Number of matrices that the rank owns.
     pub matrices: usize,
-    /// Cost of updating these matrices, in the unit of the costs.
+    /// Cost of updating these matrices, and whole parameters that have a cost, in the unit of the
+    /// costs.
     pub cost: f64,
     /// Bytes of the rank's shards of all buckets, including padding. Replicated buckets count on
     /// every rank.

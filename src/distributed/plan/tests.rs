@@ -205,6 +205,33 @@ fn whole_parameters_are_balanced_by_their_elements() {
 }
 
 #[test]
+fn whole_parameters_with_a_cost_are_balanced_together_with_matrices() {
+    let whole = |path: &str, len| Parameter { work: Work::Whole, ..elements(path, &[len]) };
+    let parameters =
+        [whole("a", 30), stack("b", 1, [8, 8]), whole("c", 50), whole("d", 20), whole("e", 90)];
+    let of_matrix = flops([8, 8]);
+    let of_whole = [("a", of_matrix), ("c", 0.5 * of_matrix), ("d", 0.5 * of_matrix)];
+    let of_whole = of_whole.map(|(path, cost)| (path.to_owned(), cost));
+    let costs = costs(&parameters, 0.0).with_whole(of_whole);
+    let plan_by = |balancing| plan(&parameters, 3, balancing, &costs);
+    let greedy = plan_by(Balancing::Greedy);
+    assert_eq!(greedy.loads(&costs), [of_matrix; 3]);
+    assert_eq!(greedy.owners()[2], greedy.owners()[3], "the two halves share a rank");
+    assert_ne!(greedy.owners()[0], greedy.owners()[1]);
+    // Without a cost, it goes to the rank with the fewest elements of such parameters.
+    assert_eq!(greedy.owners()[4], [0]);
+    #[cfg(feature = "optimal")]
+    {
+        let optimal = plan_by(Balancing::Optimal { time_limit_s: 1.0 });
+        assert_eq!(optimal.imbalance(&costs), 1.0);
+    }
+    let endless = costs.with_whole([("a".to_owned(), f64::NAN)]);
+    let made = Plan::new(parameters.to_vec(), 3, &PlanConfig::default(), &endless);
+    let Error::Setting { setting, value, .. } = made.unwrap_err() else { panic!("a setting") };
+    assert_eq!((&*setting, &*value), ("costs", "NaN for `a`"));
+}
+
+#[test]
 fn with_more_ranks_than_work_some_shards_are_empty_or_padding() {
     let parameters =
         [stack("matrix", 1, [8, 8]), elements("vector", &[300]), elements("scalar", &[1])];

@@ -36,9 +36,10 @@ pub(crate) fn check(
     if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
         return Ok(());
     }
-    if parts.iter().any(|part| matches!(part, Part::MaxNorm(_))) {
+    let sets_norm = |part: &&Part| matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
+    if let Some(other) = parts.iter().find(sets_norm) {
         return together(
-            "hyperball with max norm".into(),
+            format!("hyperball with {other}"),
             "only one of them, since both set the norm of the parameter",
         );
     }

@@ -11,6 +11,7 @@ mod mars;
 mod max_norm;
 mod namo;
 mod normuon;
+mod radial_brake;
 mod renormalization;
 
 use std::fmt;
@@ -31,13 +32,15 @@ pub use mars::Mars;
 pub use max_norm::MaxNorm;
 pub use namo::Namo;
 pub use normuon::{Averaged, NorMuon};
+pub use radial_brake::RadialBrake;
 pub use renormalization::{Renormalization, TargetNorm};
 
 /// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
 /// run stage after stage, and within a stage in the order in which they are listed: see
 /// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
-/// [`Hyperball`] with [`MaxNorm`] or with a weight decay that only scales, and a scale after the
-/// iteration ([`Renormalization`], [`Namo`]) right before a part that sets the norm anew.
+/// [`Hyperball`] with [`MaxNorm`], with [`RadialBrake`] or with a weight decay that only scales,
+/// and a scale after the iteration ([`Renormalization`], [`Namo`]) right before a part that sets
+/// the norm anew.
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -77,6 +80,8 @@ pub enum Part {
     Hyperball(Hyperball),
     /// Limits the Frobenius norm of the parameter.
     MaxNorm(MaxNorm),
+    /// Keeps a fraction of the change of the parameter's Frobenius norm.
+    RadialBrake(RadialBrake),
 }
 
 /// The position of a [`Part`] in Muon's update.
@@ -221,6 +226,7 @@ impl Part {
             Self::Namo(part) => part,
             Self::Hyperball(part) => part,
             Self::MaxNorm(part) => part,
+            Self::RadialBrake(part) => part,
         }
     }
 

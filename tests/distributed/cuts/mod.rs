@@ -64,11 +64,11 @@ pub struct Cutting {
 }
 
 impl Cutting {
-    fn ranks(&self) -> usize {
+    pub fn ranks(&self) -> usize {
         self.axes.iter().map(Axis::size).product()
     }
 
-    fn name(&self) -> String {
+    pub fn name(&self) -> String {
         let axes = self.axes.iter().map(|axis| format!("{}={}", axis.name(), axis.size()));
         axes.collect::<Vec<_>>().join(",")
     }
@@ -198,7 +198,7 @@ fn product<const D: usize>(param: &Param<Tensor<D>>, gradients: &mut GradientsPa
 
 /// The sum of the products of all parameters with the gradients of a rank's slices: the loss that
 /// has these gradients.
-fn loss(net: &Net, mut gradients: GradientsParams) -> Tensor<1> {
+pub fn loss(net: &Net, mut gradients: GradientsParams) -> Tensor<1> {
     let mut sum = product(&net.embedding.weight, &mut gradients);
     for Linear { weight, bias } in net.square.iter().chain([&net.wide, &net.tall, &net.head]) {
         sum = sum + product(weight, &mut gradients);

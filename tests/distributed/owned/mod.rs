@@ -1,5 +1,6 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
+mod adapters;
 mod identities;
 pub mod rejections;
 
@@ -39,8 +40,16 @@ pub const EVERYWHERE: &[Case] = cases![
     owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones,
     runs_continue_in_models_that_are_made_anew,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
+    adapters_of_a_divided_base_train_as_on_one_rank,
+    checkpoints_with_a_divided_base_continue_on_other_ranks,
 ];
 
+use adapters::{
+    a_divided_base_is_held_in_parts_and_never_reduced,
+    adapters_of_a_divided_base_train_as_on_one_rank,
+    checkpoints_with_a_divided_base_continue_on_other_ranks,
+    places_of_frozen_parameters_are_checked,
+};
 use identities::{
     averages_are_those_of_whole_parameters,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
@@ -83,6 +92,8 @@ pub const IN_PROCESS: &[Case] = cases![
     micro_batches_of_other_values_are_rejected,
     averages_are_those_of_whole_parameters,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
+    a_divided_base_is_held_in_parts_and_never_reduced,
+    places_of_frozen_parameters_are_checked,
 ];
 
 const WIDTH: usize = 16;

@@ -1,6 +1,6 @@
 //! Parts on the parameter, and weight decay.
 
-use distmuon::parts::{Hyperball, MaxNorm};
+use distmuon::parts::{Hyperball, MaxNorm, RadialBrake};
 use distmuon::{MuonConfig, Part, Schedule, WeightDecay};
 use distmuon_testing::references::random;
 use faer::Mat;
@@ -71,6 +71,23 @@ fn max_norm_projects_on_a_ball() {
             let norm = moved.norm_l2();
             times((limit / norm).min(1.0), &moved)
         });
+    }
+}
+
+#[test]
+fn the_radial_brake_keeps_a_fraction_of_the_change_of_the_norm() {
+    for (outward, inward) in [(0.5, 1.0), (0.25, 0.5), (0.0, 0.0), (1.0, 1.0)] {
+        for decay in [0.0, 4.0] {
+            let config = with(RadialBrake::new(outward, inward));
+            // With decay, norms shrink.
+            compare(&config.with_weight_decay(decay.into()), |value, grad| {
+                let before = value.norm_l2();
+                let moved = times(1.0 - LR * decay, &value) - times(LR * SCALE, &iterated(grad));
+                let change = moved.norm_l2() - before;
+                let kept = if change > 0.0 { outward } else { inward };
+                resized(&moved, before + kept * change)
+            });
+        }
     }
 }
 

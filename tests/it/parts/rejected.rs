@@ -1,7 +1,8 @@
 //! Settings and combinations of parts that no run can use.
 
 use distmuon::parts::{
-    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization, RowEquilibration,
+    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, RadialBrake, Renormalization,
+    RowEquilibration,
 };
 use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
 
@@ -38,6 +39,10 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((Renormalization::rms(value).into(), "Renormalization.target"));
         invalid.push((Renormalization::frobenius(value).into(), "Renormalization.target"));
     }
+    for value in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
+        invalid.push((RadialBrake::new(value, 1.0).into(), "RadialBrake.outward"));
+        invalid.push((RadialBrake::new(0.5, value).into(), "RadialBrake.inward"));
+    }
     for (part, name) in invalid {
         let text = format!("{part:?}");
         let (setting, _) = rejected(&plain().with_parts(vec![part]));
@@ -54,6 +59,7 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         (vec![RowEquilibration.into(), RowEquilibration.into()], "at most once"),
         (vec![ball.clone(), MaxNorm::new(1.0).into()], "set the norm of the parameter"),
         (vec![MaxNorm::new(1.0).into(), ball.clone()], "set the norm of the parameter"),
+        (vec![ball.clone(), RadialBrake::new(0.5, 1.0).into()], "set the norm of the parameter"),
         (vec![namo.clone(), ball.clone()], "undoes the scale"),
         (vec![namo.clone(), orthogonal.clone()], "undoes the scale"),
         // Parts of other stages are not in between.

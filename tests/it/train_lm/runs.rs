@@ -338,6 +338,21 @@ fn experts_on_ranks_train_as_on_one() {
 }
 
 #[test]
+fn the_list_of_recipes_has_their_versions_and_dates() {
+    let folder = folder();
+    for arguments in ["--recipe list", "--recipe=list"] {
+        let list = succeed(folder.path(), arguments);
+        for recipe in distmuon::Recipe::ALL {
+            let row = list.lines().find(|line| line.split(' ').next() == Some(recipe.name()));
+            let row = row.unwrap_or_else(|| panic!("{recipe:?} is in {list}"));
+            for cell in [recipe.version(), recipe.date(), recipe.source()] {
+                assert!(row.contains(cell), "{row}");
+            }
+        }
+    }
+}
+
+#[test]
 fn recipes_bring_their_clip_and_their_iteration() {
     let folder = folder();
     let flags = "--data text.rs --batch 1 --steps 2 --eval-every 0 --sample 0";

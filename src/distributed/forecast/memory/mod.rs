@@ -204,8 +204,8 @@ impl<'a> PlannedRank<'a> {
     fn plan(&self) -> Result<Plan> {
         let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
         ensure_exchangeable(&parameters, world.rank())?;
-        let muon = &self.routing.updates().muon;
-        let costs = costs(self.config.costs, world, &parameters, muon)?;
+        let (trainable, updates) = (&self.trainable.trainable, self.routing.updates());
+        let costs = costs(self.config.costs, world, &parameters, trainable, updates)?;
         plan(self.config, &self.layout, parameters, &costs)
     }
 
@@ -233,7 +233,7 @@ impl<'a> PlannedRank<'a> {
     /// Bytes of the means that backward passes return: float32, which a step does not round.
     fn means(&self) -> usize {
         let passes = self.layout.passes();
-        let means = passes.parameters().iter();
+        let means = passes.parameters().iter().filter(|unit| unit.is_trained);
         means.map(|parameter| parameter.shard_count() * precise_dtype(parameter.dtype).size()).sum()
     }
 

@@ -35,7 +35,7 @@ impl<'a> PassMemory<'a> {
     pub fn run(mut self, parameters: &'a [Arc<PassParameter>], memory: RankMemory) -> RankMemory {
         let limits = self.rank.layout.limits();
         // In the order of a backward pass; a message may be larger than the limit, alone.
-        for parameter in parameters.iter().rev() {
+        for parameter in parameters.iter().rev().filter(|parameter| parameter.is_trained) {
             let bytes = self.rank.gradient_dtype(parameter.dtype).size();
             let sent = parameter.most_elements() * bytes;
             // The packed gradient waits while earlier ones make room.

@@ -253,7 +253,9 @@ impl<'a> StepMemory<'a> {
         }
         let passes = self.rank.layout.passes();
         let replicated = passes.parameters().iter().filter(|parameter| {
-            parameter.placement.is_owned() && parameter.shard_count() < parameter.part_count()
+            parameter.is_trained
+                && parameter.placement.is_owned()
+                && parameter.shard_count() < parameter.part_count()
         });
         let parts = replicated.map(|parameter| {
             (parameter.shard_count() + parameter.part_count()) * parameter.dtype.size()

@@ -137,11 +137,11 @@ impl Passes {
     /// The error of the comparison, at which a rank with fewer calls than the others arrives first:
     /// with the parameters of which this rank had no gradient.
     fn ending(&self, events: &Events, error: Error) -> Error {
-        let without =
-            self.parameters.iter().filter(|parameter| !events.has(Event::Reduce(parameter.index)));
+        let trained = || self.parameters.iter().filter(|parameter| parameter.is_trained);
+        let without = trained().filter(|parameter| !events.has(Event::Reduce(parameter.index)));
         let paths: Vec<String> = without.map(|parameter| format!("`{}`", parameter.path)).collect();
         // A rank with all gradients or with none: a list of paths would not help.
-        if paths.is_empty() || paths.len() == self.parameters.len() {
+        if paths.is_empty() || paths.len() == trained().count() {
             return error;
         }
         error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
