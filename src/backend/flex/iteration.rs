@@ -87,9 +87,8 @@ impl DerefMut for Memory<'_> {
 struct Spare(Vec<Vec<f32>>);
 
 impl Spare {
-    /// Memory for a matrix, with any values.
+    /// Memory for a matrix, with any values. All that is kept has its size.
     fn take(&mut self, elements: usize) -> Vec<f32> {
-        self.keep(elements);
         self.0.pop().unwrap_or_else(|| vec![0.0; elements])
     }
 
@@ -102,32 +101,28 @@ impl Spare {
 impl Iteration<'_> {
     /// Runs the program on a matrix, in place.
     fn run(&self, x: &mut [f32], spare: &mut Spare) {
-        let [elements, side] = [x.len(), self.shape[0].min(self.shape[1])];
-        let mut of_batch = None;
+        let ([m, n], mut of_batch) = (self.shape, None);
+        let side = m.min(n);
         let result = self.program.run(Rc::new(Memory::Batch(x)), |step, operands| {
-            let elements = if step.is_wide() { elements } else { side * side };
-            let of_batch = &mut of_batch;
-            let mut result = match of_batch.take_if(|x: &mut &mut [f32]| x.len() == elements) {
-                Some(x) => {
-                    spare.keep(elements);
-                    Memory::Batch(x)
-                }
+            let elements = if step.is_wide() { m * n } else { side * side };
+            spare.keep(elements);
+            let mut result = match of_batch.take() {
+                Some(x) => Memory::Batch(x),
                 None => Memory::Spare(spare.take(elements)),
             };
             self.compute(step, &operands, &mut result);
             // An operand that later steps read has a second owner.
             for operand in operands.into_iter().filter_map(Rc::into_inner) {
                 match operand {
-                    Memory::Batch(x) => *of_batch = Some(x),
+                    Memory::Batch(x) => of_batch = Some(x),
                     Memory::Spare(values) => spare.0.push(values),
                 }
             }
-            Rc::new(result)
+            // No symmetric matrix has the size of the batch's memory, which would lie idle.
+            Rc::new(if m == n { result } else { into_batch(result, &mut of_batch, spare) })
         });
-        if let (Some(Memory::Spare(values)), Some(x)) = (Rc::into_inner(result), of_batch) {
-            x.copy_from_slice(&values);
-            spare.0.push(values);
-        }
+        let result = Rc::into_inner(result).expect("no step reads the result");
+        into_batch(result, &mut of_batch, spare);
     }
 
     /// Computes the result of a step.
@@ -183,6 +178,25 @@ impl Iteration<'_> {
             DType::F16 => result.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
             DType::BF16 => result.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
             _ => {}
+        }
+    }
+}
+
+/// The matrix in the memory of the batch, if that is not in use.
+fn into_batch<'a>(
+    matrix: Memory<'a>,
+    of_batch: &mut Option<&'a mut [f32]>,
+    spare: &mut Spare,
+) -> Memory<'a> {
+    match (matrix, of_batch.take()) {
+        (Memory::Spare(values), Some(x)) => {
+            x.copy_from_slice(&values);
+            spare.0.push(values);
+            Memory::Batch(x)
+        }
+        (matrix, unused) => {
+            *of_batch = unused;
+            matrix
         }
     }
 }
