@@ -810,7 +810,7 @@ fn forecasts_are_what_the_allocator_counts() {
         Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
     };
     let config = |muon: MuonConfig, dtype: DType| {
-        let bucket = 2 * 16 * 8192 * dtype.size();
+        let bucket = BUCKET * dtype.size();
         let short = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
         let muon = muon.with_newton_schulz(short.with_steps(Some(1)));
         DistMuonConfig::new()
@@ -847,7 +847,12 @@ fn forecasts_are_what_the_allocator_counts() {
             assert!((held / between as f64 - 1.0).abs() < 0.03, "{case}: {between}");
             // Among threads, a message that is received takes no memory.
             let least = (peak - messages) as f64;
-            assert!(most > 0.97 * least && most < 1.03 * peak as f64, "{case}: {peak}");
+            // Workspaces do not count. Random rounding has the largest: the numbers of a bucket, of
+            // which all ranks together have one. Whether they have them at the same time, and at
+            // the peak, is chance.
+            let random = if name.starts_with("lean") { 14 * BUCKET } else { 0 };
+            let largest = 1.03 * (peak + random) as f64;
+            assert!(most > 0.97 * least && most < largest, "{case}: {peak}");
         }
     }
 }
