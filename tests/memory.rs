@@ -801,6 +801,8 @@ fn forecasts_are_what_the_allocator_counts() {
     if !is_on_host() {
         return;
     }
+    // Elements: two matrices.
+    const OF_BUCKET: usize = 2 * 16 * 8192;
     type Lay = fn(&World) -> Result<Layout, Error>;
     let replicated: Lay = |world| Ok(Layout::new(&Mesh::flat(world)));
     let reduced: Lay =
@@ -810,7 +812,7 @@ fn forecasts_are_what_the_allocator_counts() {
         Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
     };
     let config = |muon: MuonConfig, dtype: DType| {
-        let bucket = BUCKET * dtype.size();
+        let bucket = OF_BUCKET * dtype.size();
         let short = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
         let muon = muon.with_newton_schulz(short.with_steps(Some(1)));
         DistMuonConfig::new()
@@ -850,7 +852,7 @@ fn forecasts_are_what_the_allocator_counts() {
             // Workspaces do not count. Random rounding has the largest: the numbers of a bucket, of
             // which all ranks together have one. Whether they have them at the same time, and at
             // the peak, is chance.
-            let random = if name.starts_with("lean") { 14 * BUCKET } else { 0 };
+            let random = if name.starts_with("lean") { 14 * OF_BUCKET } else { 0 };
             let largest = 1.03 * (peak + random) as f64;
             assert!(most > 0.97 * least && most < largest, "{case}: {peak}");
         }
