@@ -34,8 +34,8 @@ pub struct ParameterAccount {
     pub elements: usize,
     /// The optimizer that has updated it.
     pub updated_by: UpdatedBy,
-    /// The ranks that have updated it: the owners of its matrices, or the ranks among which its
-    /// elements are divided.
+    /// The ranks that have updated it: the owners of its matrices, or the ranks that update its
+    /// elements.
     pub ranks: Vec<usize>,
     /// The number of matrices that Muon is to update.
     pub matrices: usize,
