@@ -32,7 +32,8 @@ pub struct ParameterAccount {
     pub path: String,
     /// The number of elements.
     pub elements: usize,
-    /// The optimizer that has updated it.
+    /// The optimizer that has updated it. A gradient with NaN or infinity, which leaves the
+    /// parameter as it is, counts as updated: the device decides that.
     pub updated_by: UpdatedBy,
     /// The ranks that have updated it: the owners of its matrices, or the ranks that update its
     /// elements.

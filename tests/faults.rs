@@ -44,6 +44,7 @@ const NCCL_CASES: &[worlds::Case] = cases![
     nccl_rejects_devices_other_than_cuda,
     threads_over_nccl_train_as_copying_threads_do,
     a_failure_of_a_thread_over_nccl_is_the_error_of_the_run,
+    a_thread_over_nccl_that_returns_early_is_missed_before_the_deadline,
     the_version_of_nccl_is_known_without_a_world,
 ];
 
@@ -345,7 +346,10 @@ fn threads_over_nccl_train_as_copying_threads_do() {
     };
     let copying = World::threads(vec![Device::default().autodiff(); RANKS], train);
     let copying: Vec<_> = copying.unwrap();
+    let start = Instant::now();
     let over_nccl = host::threads(DEADLINE, RANKS, train).unwrap();
+    // No rank waits at the end for one that can't depart.
+    assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
     for (nccl, threads) in over_nccl.iter().zip(&copying) {
         assert_eq!((nccl.0, threads.0), ("nccl", "threads"));
         assert!(nccl.1 == threads.1);
@@ -359,6 +363,17 @@ fn a_failure_of_a_thread_over_nccl_is_the_error_of_the_run() {
         _ => world.comm().barrier(),
     });
     assert!(matches!(outcome, Err(Error::EmptyModel)), "{outcome:?}");
+}
+
+#[cfg(feature = "cuda")]
+fn a_thread_over_nccl_that_returns_early_is_missed_before_the_deadline() {
+    let start = Instant::now();
+    let outcome = host::threads(DEADLINE, RANKS, |world| match world.rank() {
+        VICTIM => Ok(()),
+        _ => world.comm().barrier(),
+    });
+    assert!(matches!(outcome, Err(Error::PeerFailed { rank: VICTIM, .. })), "{outcome:?}");
+    assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
 }
 
 /// The events of the victim in one step, in order.

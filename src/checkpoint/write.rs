@@ -190,7 +190,6 @@ impl Drop for Saving {
 /// The file that a path leads to: of a symbolic link its target, which may not exist yet.
 fn target(path: &Path) -> std::io::Result<PathBuf> {
     /// Links that Linux follows in one path.
-    // As many as Linux follows.
     const MOST_LINKS: usize = 40;
     let mut target = path.to_owned();
     for _ in 0..MOST_LINKS {

@@ -254,7 +254,7 @@ impl World {
             Ok(Self::new(comm, devices[rank].clone()))
         };
         let failed = || engines[0].failed();
-        on_threads(devices.len(), world, |rank| engines[rank].depart(), failed, run)
+        on_threads(devices.len(), world, |rank, _| engines[rank].depart(), failed, run)
     }
 
     /// Runs a function like [`threads`](Self::threads) on ranks that exchange tensors by NCCL, in
@@ -280,23 +280,29 @@ impl World {
         E: From<Error> + Display + Send,
         F: Fn(World) -> Result<T, E> + Sync,
     {
-        let (meeting, comms) = (Meeting::new(devices.len())?, Mutex::new(vec![]));
+        let comms: Mutex<Vec<Option<Communicator>>> = Mutex::new(vec![None; devices.len()]);
+        let (meeting, culprit) = (Meeting::new(devices.len())?, Mutex::new(None));
         let world = |rank: usize| {
             let device = &devices[rank];
             let engine = Nccl::meeting(|| memory(device, rank), &meeting, rank, deadline)?;
             let world = Self::new(engine, device.clone());
-            comms.lock().expect("no holder of the lock panics").push(world.communicator());
+            comms.lock().expect("no holder of the lock panics")[rank] = Some(world.communicator());
             Ok(world)
         };
-        // A call after a failure names the rank.
-        let failed = || {
-            let comms = comms.lock().expect("no holder of the lock panics");
-            comms.iter().find_map(|comm| match comm.barrier() {
-                Err(Error::PeerFailed { rank, .. }) => Some(rank),
-                _ => None,
-            })
+        let depart = |rank: usize, has_failed: bool| {
+            let comm = comms.lock().expect("no holder of the lock panics")[rank].take();
+            // A call after a failure names the rank, at once.
+            if let Some(comm) = comm.as_ref().filter(|_| has_failed)
+                && let Err(Error::PeerFailed { rank, .. }) = comm.barrier()
+            {
+                culprit.lock().expect("no holder of the lock panics").get_or_insert(rank);
+            }
+            // On the thread of the rank, and without the lock: the last communicator of rank 0 is
+            // dropped once all other ranks have departed, and NCCL ends all of them together.
+            drop(comm);
         };
-        on_threads(devices.len(), world, |_| (), failed, run)
+        let failed = || *culprit.lock().expect("no holder of the lock panics");
+        on_threads(devices.len(), world, depart, failed, run)
     }
 
     /// Returns the world of the processes that a launcher started, on this rank's device of the
@@ -543,13 +549,13 @@ impl World {
 }
 
 /// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
-/// `depart`. Returns the results in the order of ranks, or the failure that is the cause of the
-/// others: the error of the rank that `failed` returns, or of the first one without a world for a
-/// reason of its own.
+/// `depart`, with `true` if the rank has failed. Returns the results in the order of ranks, or the
+/// failure that is the cause of the others: the error of the rank that `failed` returns, or of the
+/// first one without a world for a reason of its own.
 fn on_threads<T, E, F>(
     ranks: usize,
     world: impl Fn(usize) -> Result<World> + Sync,
-    depart: impl Fn(usize) + Sync,
+    depart: impl Fn(usize, bool) + Sync,
     failed: impl FnOnce() -> Option<usize>,
     run: F,
 ) -> Result<Vec<T>, E>
@@ -571,7 +577,7 @@ where
             Ok(world) => on_rank(world, &run),
             Err(error) => Ok(Err(error.into())),
         };
-        depart(rank);
+        depart(rank, is_failure(&outcome));
         outcome
     };
     let rank = &rank;
@@ -579,15 +585,19 @@ where
         let threads: Vec<_> = (0..ranks).map(|index| scope.spawn(move || rank(index))).collect();
         threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
     });
-    let has_failed = |outcome: &_| !matches!(outcome, Ok(Ok(_)));
-    if let Some(any) = outcomes.iter().position(has_failed) {
+    if let Some(any) = outcomes.iter().position(is_failure) {
         let unmade = unmade.into_inner().expect("no holder of the lock panics");
         // Of all errors, return the one that the others follow from.
-        let cause = unmade.or_else(failed).filter(|rank| has_failed(&outcomes[*rank]));
+        let cause = unmade.or_else(failed).filter(|rank| is_failure(&outcomes[*rank]));
         outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }
     let outcomes = outcomes.into_iter();
     outcomes.map(|outcome| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+}
+
+/// Returns `true` for an error and for a panic.
+fn is_failure<T, E>(outcome: &thread::Result<Result<T, E>>) -> bool {
+    !matches!(outcome, Ok(Ok(_)))
 }
 
 /// Runs a function on a rank, and tells the others of its error or panic: they must not wait for a

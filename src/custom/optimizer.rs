@@ -36,7 +36,8 @@ pub(crate) struct Whole {
 #[derive(Clone)]
 struct WholeState {
     slots: Slots,
-    /// `None` before the first step that was not skipped.
+    /// `None` before the first step that was not skipped; a layer optimizer has a state from the
+    /// first step on.
     own: Option<DynState>,
     /// Number of steps taken, skipped ones included.
     time: usize,

@@ -26,7 +26,6 @@ impl MatrixOps for Flex {
 
     /// Never called: launches cost nothing on a CPU, so no matrix counts as small.
     fn accumulate_q(_: Float, _: Vec<Polynomial>) -> Float {
-        // A launch costs nothing on a CPU: small matrices take the way of all others.
         unreachable!("`ComputePath::is_small` returns `false` on Flex")
     }
 

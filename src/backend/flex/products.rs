@@ -66,6 +66,7 @@ pub fn symmetric_product(factors: Factors<'_>, result: &mut [f32], k: usize) {
 
 /// Number of tiles for each of `k` products with `operations` multiplications.
 fn tiles_of_each(k: usize, operations: usize) -> usize {
+    // Below it, waking threads takes longer than the product.
     if operations < THREADS_FROM {
         return 1;
     }

@@ -36,7 +36,8 @@ impl Layout {
     /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
     ///   layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
-    ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard);
+    ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard) and
+    ///   [`Place::owned`](super::Place::owned);
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
     ///   or models;
     /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and

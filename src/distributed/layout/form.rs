@@ -38,9 +38,12 @@ impl Form {
             "save and load with `DistModuleOptimizer`, or the model of `Layout::unshard`",
         );
         let (saved, loaded) = (refusal.to_string(), refusal.to_string());
+        // A new identity: the part has the parameter's, under which optimizers look for its
+        // gradient.
         Param::initialized(ParamId::new(), zeros)
             .save_mapper(move |_| panic!("{saved}"))
             .load_mapper(move |_| panic!("{loaded}"))
+            // The base must never get a gradient: it has the shape of the whole and one element.
             .set_require_grad(false)
     }
 

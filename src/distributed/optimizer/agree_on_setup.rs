@@ -86,10 +86,7 @@ pub fn plan(
     let world = layout.world();
     let settings = config.plan_config(world.size());
     let owners = match layout.owners(&parameters) {
-        Some(owners) => {
-            ensure_planned_by_layout(config)?;
-            owners
-        }
+        Some(owners) => owners,
         None => {
             let owners = owners(world, &parameters, &settings, costs)?;
             let in_order = |(parameter, owners): (&Parameter, Vec<usize>)| match parameter.slices {
@@ -113,7 +110,14 @@ pub fn plan(
 }
 
 /// Fails for settings of a plan that a divided model can't follow.
-fn ensure_planned_by_layout(config: &DistMuonConfig) -> Result<()> {
+pub fn ensure_followed(
+    config: &DistMuonConfig,
+    layout: &Layout,
+    parameters: &[Parameter],
+) -> Result<()> {
+    if layout.owners(parameters).is_none() {
+        return Ok(());
+    }
     let expected = "the default, by which `Layout::shard` has chosen the owners: leave it, or \
                     divide no parameters";
     if config.balancing != Balancing::default() {

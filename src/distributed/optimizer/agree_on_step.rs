@@ -65,6 +65,8 @@ impl StepCalls {
 
     /// The first setting in which another rank's calls differ.
     fn difference(&self, other: &Self, divided: &DividedModel) -> Option<Difference> {
+        // Calls first, and steps after them: a call that one rank lacks is the cause, and the rest
+        // may follow from it.
         let mut called = CALLED.into_iter().zip(self.called.into_iter().zip(other.called));
         if let Some((setting, (first, other))) = called.find(|(_, (a, b))| a != b) {
             let (first, other) = (first.to_string(), other.to_string());

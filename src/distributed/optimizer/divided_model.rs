@@ -68,6 +68,7 @@ impl DividedModel {
         agree_on_setup::same_model(layout, &planned, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         agree_on_setup::ensure_exchangeable(&planned, world.rank())?;
+        agree_on_setup::ensure_followed(config, layout, &planned)?;
         let costs = costs(config.costs, world, &planned, &trainable, routing.updates())?;
         let plan = agree_on_setup::plan(config, layout, planned, &costs)?;
         let (world, layout, passes) = (world.clone(), layout.clone(), layout.passes());

@@ -64,6 +64,7 @@ fn whole(parameters: &[Parameter], cost: impl Fn(&Parameter) -> Option<f64>) -> 
         cost: ShapeCost { fixed: 0.0, each: costs[0].0 },
         matrices: costs.iter().map(|(_, matrix)| *matrix).collect(),
     };
+    // The largest first, as the greedy assignment expects its classes.
     costs.chunk_by(|(a, _), (b, _)| a == b).map(class).collect()
 }
 

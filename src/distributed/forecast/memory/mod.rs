@@ -233,7 +233,7 @@ impl<'a> PlannedRank<'a> {
     /// Bytes of the means that backward passes return: float32, which a step does not round.
     fn means(&self) -> usize {
         let passes = self.layout.passes();
-        let means = passes.parameters().iter().filter(|unit| unit.is_trained);
+        let means = passes.parameters().iter().filter(|parameter| parameter.is_trained);
         means.map(|parameter| parameter.shard_count() * precise_dtype(parameter.dtype).size()).sum()
     }
 
