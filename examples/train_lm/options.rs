@@ -112,7 +112,7 @@ pub struct Options {
     /// Prints which optimizer updates each parameter.
     #[arg(long, help_heading = "Output")]
     pub routes: bool,
-    /// Prints what the first step did to the parameters: a line for every optimizer.
+    /// Prints what the first step did: a line for every optimizer.
     ///
     /// The optimizers of this crate give it.
     #[arg(long, help_heading = "Output")]
