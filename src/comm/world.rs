@@ -717,7 +717,7 @@ mod tests {
         };
         let start = Instant::now();
         let run = |world: World| world.comm().barrier();
-        let error = on_threads(3, world, |rank| engines[rank].depart(), || Some(0), run);
+        let error = on_threads(3, world, |rank, _| engines[rank].depart(), || Some(0), run);
         assert!(matches!(error, Err(Error::EmptyModel)), "{error:?}");
         assert!(start.elapsed() < Duration::from_secs(3));
     }
