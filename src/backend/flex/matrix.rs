@@ -6,14 +6,16 @@ use burn::tensor::FloatDType;
 use rayon::prelude::*;
 
 use super::iteration::iterate;
+use super::products::mirror;
 use super::tensors::{CHUNK, contiguous, rounded, rows_of_chunk, scaled_squares, single};
 use crate::backend::ops::MatrixOps;
+use crate::backend::portable;
 use crate::backend::program::{Polynomial, Program};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<Flex>;
 
-/// The products on their own are left to Burn: an iteration runs as a whole.
+/// An iteration runs as a whole. Its products on their own are Burn's, and serve TF32's simulation.
 impl MatrixOps for Flex {
     /// Matrices in half precision are multiplied and added in float32, and every result is rounded
     /// once.
@@ -22,6 +24,23 @@ impl MatrixOps for Flex {
         let mut x = contiguous(single(x));
         iterate(x.storage_mut(), &program, [m, n], dtype);
         rounded(x, dtype)
+    }
+
+    /// For an iteration that simulates TF32, as [`symmetric_product`](Self::symmetric_product).
+    fn syrk(a: Float, _tuned: bool) -> Float {
+        mirrored(portable::syrk::<Self>(a))
+    }
+
+    /// The result is exactly symmetric, as that of a GPU: the Gram form relies on it.
+    fn symmetric_product(
+        a: Float,
+        b: Float,
+        c: Float,
+        alpha: f64,
+        beta: f64,
+        _tuned: bool,
+    ) -> Float {
+        mirrored(portable::symmetric_product::<Self>(a, b, c, alpha, beta))
     }
 
     /// Never called: launches cost nothing on a CPU, so no matrix counts as small.
@@ -77,4 +96,13 @@ impl MatrixOps for Flex {
         });
         rounded(x, dtype.into())
     }
+}
+
+/// The lower triangles of a batch, mirrored.
+fn mirrored(matrices: Float) -> Float {
+    let (dtype, [_, m, _]) = (matrices.dtype(), matrices.shape().dims());
+    let mut matrices = contiguous(single(matrices));
+    let values = matrices.storage_mut::<f32>();
+    values.chunks_exact_mut((m * m).max(1)).for_each(|matrix| mirror(matrix, m));
+    rounded(matrices, dtype)
 }

@@ -131,7 +131,7 @@ fn triangle_in_tiles(factors: Factors<'_>, result: MatMut<'_, f32>, tiles: usize
 }
 
 /// Copies the lower triangle of an `m` by `m` matrix onto its upper one.
-fn mirror(matrix: &mut [f32], m: usize) {
+pub fn mirror(matrix: &mut [f32], m: usize) {
     // Tile by tile, since the transposed writes of a whole row would each miss the cache.
     for top in (0..m).step_by(MIRROR_TILE) {
         for left in (0..=top).step_by(MIRROR_TILE) {

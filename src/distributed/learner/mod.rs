@@ -21,7 +21,7 @@ use crate::update::SkippedSteps;
 pub use logits::LearnerLogits;
 use ranks::Ranks;
 
-/// Trains a burn-train [`Learner`] on many ranks with
+/// Trains a burn-train [`Learner`](burn::train::Learner) on many ranks with
 /// [`DistModuleOptimizer`](super::DistModuleOptimizer): on threads by [`new`](Self::new), or in
 /// processes by [`on`](Self::on). Needs the feature `train`.
 ///
@@ -59,7 +59,7 @@ use ranks::Ranks;
 ///   than there are ranks, are not used. A step takes the mean of the gradients of all ranks, so
 ///   `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
 /// - the validation items are also divided between the ranks;
-/// - [`TrainStep::optimize`] is not called, so a model's override of it has no effect;
+/// - [`TrainStep::optimize`](burn::train::TrainStep::optimize) is not called, so a model's override of it has no effect;
 /// - the initial model stays in memory in addition to the models of the ranks.
 ///
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
