@@ -59,7 +59,8 @@ use ranks::Ranks;
 ///   than there are ranks, are not used. A step takes the mean of the gradients of all ranks, so
 ///   `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
 /// - the validation items are also divided between the ranks;
-/// - [`TrainStep::optimize`](burn::train::TrainStep::optimize) is not called, so a model's override of it has no effect;
+/// - [`TrainStep::optimize`](burn::train::TrainStep::optimize) is not called, so a model's override
+///   of it has no effect;
 /// - the initial model stays in memory in addition to the models of the ranks.
 ///
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
