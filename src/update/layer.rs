@@ -60,7 +60,7 @@ pub(crate) use with_rank;
 /// each step. The state of a layer optimizer has tensors only, or numbers that do not depend on the
 /// steps: the device chooses between the old ones and the new ones, and no host waits.
 ///
-/// Its operations are also its cost, by which plans balance the ranks: together with Muon's
+/// The operations of a step are also its cost, by which plans balance the ranks: with Muon's
 /// matrices, whose cost has the same unit.
 ///
 /// ```
