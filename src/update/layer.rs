@@ -60,8 +60,8 @@ pub(crate) use with_rank;
 /// each step. The state of a layer optimizer has tensors only, or numbers that do not depend on the
 /// steps: the device chooses between the old ones and the new ones, and no host waits.
 ///
-/// The operations of a step are also its cost, by which plans balance the ranks: with Muon's
-/// matrices, whose cost has the same unit.
+/// The operations of a step are also its cost. Plans balance the ranks by it, together with the
+/// cost of Muon's matrices, which has the same unit.
 ///
 /// ```
 /// use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
