@@ -554,29 +554,30 @@ fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<(
         muon.clone().with_newton_schulz(iteration.with_graphs(graphs))
     };
     let (float32, recorded) = (float32(false), float32(true));
-    for (name, config) in [
-        ("Muon", &muon),
-        ("Muon, tuned", &tuned),
-        ("Muon, float32", &float32),
-        ("Muon, float32, recorded", &recorded),
-        ("Muon on Burn's operations", &portable(&muon)),
-        ("AdamW", &adamw),
-        ("AdamW on Burn's operations", &portable(&adamw)),
-    ] {
-        step(bench, name, layer, |model| {
-            let mut optim = config.init(model);
-            Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
-        })?;
-    }
+    // First what a user runs by default, in case that the program is ended.
     for (name, config) in [
         ("Muon, whole model", &muon),
+        ("AdamW, whole model", &adamw),
         ("Muon, whole model, tuned", &tuned),
         ("Muon, whole model, float32", &float32),
-        ("AdamW, whole model", &adamw),
     ] {
         step(bench, name, layer, |model| {
             let mut optim = config.init_batched(model)?;
             Ok(move |model, grads| optim.step(1e-3, model, grads))
+        })?;
+    }
+    for (name, config) in [
+        ("Muon", &muon),
+        ("AdamW", &adamw),
+        ("AdamW on Burn's operations", &portable(&adamw)),
+        ("Muon on Burn's operations", &portable(&muon)),
+        ("Muon, float32", &float32),
+        ("Muon, float32, recorded", &recorded),
+        ("Muon, tuned", &tuned),
+    ] {
+        step(bench, name, layer, |model| {
+            let mut optim = config.init(model);
+            Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
         })?;
     }
     Ok(())
