@@ -558,8 +558,8 @@ fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<(
     for (name, config) in [
         ("Muon, whole model", &muon),
         ("AdamW, whole model", &adamw),
-        ("Muon, whole model, tuned", &tuned),
         ("Muon, whole model, float32", &float32),
+        ("Muon, whole model, tuned", &tuned),
     ] {
         step(bench, name, layer, |model| {
             let mut optim = config.init_batched(model)?;
