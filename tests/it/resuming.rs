@@ -315,6 +315,18 @@ fn moments_of_burns_adamw_continue() {
     let muon = config().with_adamw(adamw());
     let found = rejected(&path, &Net::new(12), &muon);
     assert_eq!(of(DifferenceKind::State, &found), ["a.weight", "b.weight"]);
+    let fresh = Net::new(12);
+    let optim = muon.init(&fresh);
+    let (loaded, optim, _, differences): (_, _, u64, _) =
+        checkpoint::load_matching(&path, fresh, optim).unwrap();
+    assert_eq!(of(DifferenceKind::State, &differences), ["a.weight", "b.weight"]);
+    let stepped = values(&stepped(loaded, optim));
+    // The embedding, then `a` and `b`, whose matrices Muon updates, then the head.
+    for (range, continues) in [(0..96, true), (96..160, false), (160..168, true), (232..240, true)]
+    {
+        let difference = largest_difference(&stepped[range.clone()], &expected[range.clone()]);
+        assert_eq!(difference < 1e-6, continues, "{range:?}: {difference}");
+    }
 }
 
 #[test]
