@@ -103,7 +103,7 @@ impl Exchange {
         form: &Form,
     ) -> Result<(Vec<Written<'a>>, Vec<String>)> {
         let (keys, archive) = (self.implementation.keys(), states.archive());
-        // Names that Burn's AdamW writes are found by those of this crate.
+        // Names that Burn's AdamW writes are found by this crate's.
         let is_adamw = MOMENTS[..2].iter().all(|name| states.find(path, name).is_some());
         let names = match is_adamw {
             true => vec![(MOMENTS[0], keys.moments[0]), (MOMENTS[1], keys.moments[1])],

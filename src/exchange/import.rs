@@ -167,7 +167,7 @@ impl Exchange {
             return Ok(false);
         }
         Err(format!(
-            "its keys are not those of {}: expected `{}`, or `{first}`, `{second}` and `{STEP}`, \
+            "its keys are unknown in {}: expected `{}`, or `{first}`, `{second}` and `{STEP}`, \
              got {found:?}",
             self.implementation, keys.momentum
         ))

@@ -11,7 +11,7 @@
 //! use distmuon::{MuonConfig, checkpoint};
 //!
 //! # let folder = tempfile::tempdir().unwrap();
-//! # let [run, file, back] = ["run.bpk", "run.safetensors", "back.bpk"].map(|n| folder.path().join(n));
+//! # let [run, file, back] = ["run.bpk", "file", "back.bpk"].map(|n| folder.path().join(n));
 //! let model = LinearConfig::new(4, 8).init(&Device::default().autodiff());
 //! let optim = MuonConfig::new().init(&model);
 //! checkpoint::save(&run, &model, &optim, &100usize)?;
@@ -163,7 +163,7 @@ impl fmt::Debug for Exchange {
 
 impl Exchange {
     /// Makes a conversion with the names of an implementation. Parameters have the same paths on
-    /// both sides, except for those of norms.
+    /// both sides, except for fields of norms.
     pub fn new(implementation: Implementation) -> Self {
         Self { implementation, steps: None, rename: Box::new(str::to_owned) }
     }

@@ -459,15 +459,15 @@ fn files_that_do_not_fit_are_refused_with_all_differences() {
         "weights of `blocks.0.bias`: expected a tensor `blocks.0.bias`, got none",
         "weights of `lm_head.bias`: expected no parameter, got a tensor",
         "weights of `norm.gamma`: expected [9] of `norm.weight`, got [3, 3]",
-        "optimizer state of `blocks.1.weight`: its keys are not those of torch",
+        "optimizer state of `blocks.1.weight`: its keys are unknown in torch",
         "optimizer state of `other`: expected no parameter, got a state",
-        "optimizer state of `head.bias`: its keys are not those of torch",
+        "optimizer state of `head.bias`: its keys are unknown in torch",
     ] {
         assert!(error.contains(text), "{text}: {error}");
     }
     // A file of another implementation.
     let dion = refused(&Exchange::new(Implementation::Dion), &at("good"));
-    assert!(dion.contains("are not those of dion") && dion.contains("choose the impl"), "{dion}");
+    assert!(dion.contains("are unknown in dion") && dion.contains("choose the impl"), "{dion}");
     // Types.
     let error = changed(&|tensors| {
         tensors.insert("head.bias".into(), (Dtype::F8_E4M3, vec![11], vec![0; 11]));
@@ -601,4 +601,18 @@ fn names_of_implementations_and_parameters_are_checked() {
         .export(folder.path().join("run.bpk"), &file, &OfTorch::new())
         .unwrap_err();
     assert!(matches!(error, Error::OtherRun { .. }), "{error}");
+}
+
+#[test]
+fn the_guide_has_the_functions_that_are_tested() {
+    let page = include_str!("../../docs/guide/exchange.md");
+    let (_, block) = page.split_once("```python\n").unwrap();
+    let (block, _) = block.split_once("```").unwrap();
+    let script = include_str!("../data/torch_run.py");
+    let functions: Vec<&str> =
+        block.split("\n\n\n").filter(|part| part.contains("optimizers")).collect();
+    assert_eq!(functions.len(), 2, "{block}");
+    for function in functions {
+        assert!(script.contains(function.trim()), "{function}");
+    }
 }
