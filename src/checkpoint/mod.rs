@@ -398,7 +398,7 @@ pub(crate) fn start<M: Module, T: Serialize>(
     states: Contents,
     progress: &T,
 ) -> (Result<Saving>, Vec<Entry>) {
-    let entries = model::entries(model, divided);
+    let entries = entries(model, divided);
     let parameters = parameters(model, divided);
     (begin(to, &parameters, &entries, states, progress), entries)
 }

@@ -148,7 +148,7 @@ impl Exchange {
                 TensorData::new(vec![steps as i64], [0_usize; 0])
             }
         };
-        let dtype = data.dtype;
+        let dtype = data.dtype();
         Ok(Written { name, dtype, shape: vec![], data: Box::new(move || Ok(data.clone())) })
     }
 }

@@ -244,7 +244,7 @@ fn of_file(dtype: Dtype) -> Option<DType> {
 
 /// A tensor whose last two dimensions are swapped, of a matrix.
 pub fn transposed(data: TensorData) -> TensorData {
-    let dtype = data.dtype;
+    let dtype = data.dtype();
     let (bytes, shape, _) = data.into_parts();
     let [rows, columns] = shape.dims();
     let (size, mut swapped) = (dtype.size(), Vec::with_capacity(bytes.len()));
@@ -259,10 +259,10 @@ pub fn transposed(data: TensorData) -> TensorData {
 
 /// A tensor in another type; `None` if the type does not have its values.
 pub fn converted(data: TensorData, dtype: DType) -> Option<TensorData> {
-    if data.dtype == dtype {
+    if data.dtype() == dtype {
         return Some(data);
     }
-    let original = data.dtype;
+    let original = data.dtype();
     let converted = data.clone().convert_dtype(dtype);
     // Back again, the bits have to be the same: nothing was rounded or cut off.
     let is_exact = converted.clone().convert_dtype(original).as_bytes() == data.as_bytes();

@@ -269,7 +269,7 @@ impl Taken {
         let data = source.data(name)?;
         let (data, dtype) =
             (if self.transposes { transposed(data) } else { data }, self.planned.dtype);
-        let original = data.dtype;
+        let original = data.dtype();
         converted(data, dtype).ok_or_else(|| Error::Exchange {
             path: source.path().to_owned(),
             reason: format!(
