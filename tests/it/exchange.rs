@@ -122,7 +122,10 @@ fn a_run_comes_back_from_every_implementation_and_continues() {
         let at = |name: &str| folder.path().join(name);
         let exchange = Exchange::new(implementation);
         let left_out = exchange.export(at("run.bpk"), at("file"), &Net::new(1)).unwrap();
-        assert_eq!(left_out, [], "{implementation}");
+        // The steps without a gradient of each matrix of a stack: there were none.
+        let left_out: Vec<String> = left_out.iter().map(ToString::to_string).collect();
+        let idle = format!("a file of {implementation} has no place for `idle`");
+        assert_eq!(left_out, [format!("optimizer state of `experts`: {idle}")]);
         exchange.import(at("file"), at("back.bpk"), &Net::new(2), &3usize).unwrap();
 
         let other = Net::new(3);
@@ -426,7 +429,8 @@ fn refused(exchange: &Exchange, path: &Path) -> String {
     assert!(matches!(&error, Error::Exchange { path: named, .. } if named == path), "{error}");
     assert_eq!(fs::read(&target).unwrap(), b"old", "{error}");
     let left: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().collect();
-    assert!(left.len() <= 4, "temporary files: {left:?}");
+    // Those of the test: a run, two files, and the targets of both.
+    assert!(left.len() <= 5, "temporary files: {left:?}");
     error.to_string()
 }
 
