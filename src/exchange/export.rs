@@ -40,6 +40,9 @@ impl Exchange {
         let checkpoint = checkpoint.as_ref();
         let states = States::new(Archive::open(checkpoint)?);
         let mut tensors = self.weights(checkpoint, states.archive(), &forms)?;
+        // Damage is reported even in what the file does not get.
+        let unread = states.unread(|path| forms.contains_key(path));
+        unread.into_iter().try_for_each(|name| states.archive().verify(name))?;
         let mut left_out = vec![];
         let paths: BTreeSet<&str> = states.paths().collect();
         for path in paths {
@@ -124,7 +127,9 @@ impl Exchange {
         // Counts of what this crate alone counts, and numbers that follow from the steps.
         let implied = [SKIPPED.name, CORRECTIONS[0].name, CORRECTIONS[1].name];
         let rest = states.tensors().filter(|(of, name)| *of == path && !used.contains(name));
-        let rest = rest.filter_map(|(_, name)| archive.state_key(name));
+        let rest: Vec<&str> = rest.map(|(_, name)| name).collect();
+        rest.iter().try_for_each(|name| archive.verify(name))?;
+        let rest = rest.into_iter().filter_map(|name| archive.state_key(name));
         let rest = rest.filter(|(.., state)| !implied.contains(state));
         let mut rest: Vec<String> = rest.map(|(.., state)| format!("`{state}`")).collect();
         rest.sort_unstable();

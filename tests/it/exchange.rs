@@ -530,13 +530,15 @@ fn damaged_files_are_refused() {
     let error = refused(&torch, &at("bad"));
     assert!(error.contains("cannot read it"), "{error}");
     // A damaged checkpoint leaves the old file in place.
-    let mut run = fs::read(at("run.bpk")).unwrap();
-    let half = run.len() / 2;
-    run[half] ^= 1;
-    fs::write(at("run.bpk"), run).unwrap();
-    let error = torch.export(at("run.bpk"), at("good"), &net).unwrap_err();
-    assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
-    assert!(fs::read(at("good")).unwrap() == bytes);
+    let run = fs::read(at("run.bpk")).unwrap();
+    for position in (0..run.len()).step_by(61) {
+        let mut damaged = run.clone();
+        damaged[position] ^= 1;
+        fs::write(at("run.bpk"), damaged).unwrap();
+        let error = torch.export(at("run.bpk"), at("good"), &net).unwrap_err();
+        assert!(matches!(error, Error::Checkpoint { .. }), "byte {position}: {error}");
+        assert!(fs::read(at("good")).unwrap() == bytes);
+    }
 }
 
 #[test]
