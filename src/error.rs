@@ -128,6 +128,16 @@ pub enum Error {
         /// The remedy.
         remedy: &'static str,
     },
+    /// A safetensors file of another code base can't be read, written or converted.
+    #[error("safetensors file {path:?}: {reason}; {remedy}")]
+    Exchange {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        reason: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
     /// The run that saved a file or record had another model or optimizer.
     #[error(
         "{saved} is of another run:{}; make model and optimizer as they were when it was saved, or \

@@ -14,6 +14,7 @@
 //! | cut layers or experts into slices, one for each rank | [`slices`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
+//! | move a run to PyTorch, or from there | [`exchange`] |
 //! | see and change the optimizer of every parameter | [`routing`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
 //! | train in bfloat16 or float16 | [`mixed_precision`] |
@@ -179,6 +180,15 @@ pub mod learner {}
 /// [`Schedule::at(step)`]: crate::Schedule::at
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
+
+/// Runs that move to PyTorch, or from there.
+///
+/// [`exchange::Exchange`]: crate::exchange::Exchange
+/// [`Exchange::with_names`]: crate::exchange::Exchange::with_names
+/// [`Exchange::with_steps`]: crate::exchange::Exchange::with_steps
+/// [Recipes]: crate::guide::recipes
+#[doc = include_str!("../docs/guide/exchange.md")]
+pub mod exchange {}
 
 /// The table of a model, the built-in rules behind it, and your own.
 ///

@@ -58,6 +58,7 @@
 //! - [models that do not fit](guide::large_models) a rank, and messages behind the passes;
 //! - [training with burn-train's `Learner`](guide::learner);
 //! - [saving and resuming](guide::resuming), also on another number of ranks;
+//! - [exchange with PyTorch](guide::exchange): weights and states as safetensors, and back;
 //! - [routing](guide::routing), the optimizer of every parameter;
 //! - [excluding and freezing layers, LoRA](guide::excluding);
 //! - [mixed precision](guide::mixed_precision): master weights, gradients and loss scaling;
@@ -87,6 +88,7 @@
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
 //! | [`recipe`] | [`Recipe`], settings with which others train by Muon, with their sources |
 //! | [`checkpoint`] | saving and loading the state of a run as one file, which is replaced atomically |
+//! | [`exchange`] | weights and states as safetensors, for PyTorch and back |
 //! | [`link`] | [`Link`](link::Link), a differentiable operation whose value is computed elsewhere |
 //! | [`error`] | [`Error`], with the remedy in every message |
 //!
@@ -130,6 +132,7 @@ pub mod custom;
 pub mod distributed;
 pub mod elementwise;
 pub mod error;
+pub mod exchange;
 mod gradient_buffer;
 pub mod guide;
 pub mod link;

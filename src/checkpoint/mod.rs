@@ -81,10 +81,10 @@ use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
 pub(crate) use model::stored_otherwise;
-pub(crate) use model::{Divided, Entry, Undivided};
+pub(crate) use model::{Divided, Entry, Undivided, entries};
 pub(crate) use read::Archive;
 pub use saver::{Saver, WhenBusy, latest};
-pub(crate) use states::{States, TrainedPaths};
+pub(crate) use states::{RANK, States, TrainedPaths};
 pub(crate) use write::{Contents, Planned, Saving};
 
 /// Key of the version in the metadata. Other burnpack files do not have it.
@@ -93,7 +93,7 @@ const FORMAT: &str = "distmuon.checkpoint";
 const PARAMETERS: &str = "parameters";
 const PROGRESS: &str = "progress";
 /// Prefixes of the names of tensors, scalars and texts.
-const MODEL: &str = "model";
+pub(crate) const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
 /// An entry of the saved table of parameters.
@@ -374,7 +374,7 @@ fn is_of_init(optim: &ModuleOptimizer) -> bool {
 }
 
 /// Fails for a model that is divided among ranks.
-fn ensure_whole<M: Module>(model: &M) -> Result<()> {
+pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
     match parameters::of(model).into_iter().find(|found| found.placement.is_owned()) {
         Some(found) => Err(Error::parameter(
             &found.path,
@@ -398,7 +398,7 @@ pub(crate) fn start<M: Module, T: Serialize>(
     states: Contents,
     progress: &T,
 ) -> (Result<Saving>, Vec<Entry>) {
-    let entries = model::entries(model, divided);
+    let entries = entries(model, divided);
     let parameters = parameters(model, divided);
     (begin(to, &parameters, &entries, states, progress), entries)
 }
@@ -443,7 +443,7 @@ pub(crate) fn load_model<M: Module>(
 }
 
 /// Joins a prefix and a name, as in `model.layer.weight`.
-fn prefixed(prefix: &str, name: &str) -> String {
+pub(crate) fn prefixed(prefix: &str, name: &str) -> String {
     format!("{prefix}.{name}")
 }
 

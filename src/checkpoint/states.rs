@@ -15,7 +15,7 @@ use crate::parameters::Found;
 use crate::update::{BURNS_TIME, REFUSED, TIME, from_burns, of_burns};
 
 /// Name of the number of dimensions of a parameter, which Burn writes to every state.
-const RANK: &str = "__rank";
+pub const RANK: &str = "__rank";
 
 /// The tensors and step counters of an optimizer, by the path of their parameter.
 pub struct States {

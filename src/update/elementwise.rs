@@ -62,7 +62,7 @@ pub(crate) enum ElementwiseRule {
 }
 
 /// Names of AdamW's state in records. Only AMSGrad has the last.
-const MOMENTS: [&str; 3] = ["moment_1", "moment_2", "max_moment_2"];
+pub(crate) const MOMENTS: [&str; 3] = ["moment_1", "moment_2", "max_moment_2"];
 
 /// The name, in records, of the state of a block that is updated element by element.
 pub(crate) const ELEMENTS: &str = "elements";
@@ -89,7 +89,7 @@ pub(crate) const ELEMENTWISE_SLOTS: [&str; 8] = [
 /// Names in states of Burn's `AdamW` and `Adam`, whose moments this crate also has: of both
 /// moments, of the number of steps, and of AMSGrad's largest moments, which this crate's AdamW does
 /// not have.
-const BURNS_MOMENTS: [&str; 2] = ["momentum.moment_1", "momentum.moment_2"];
+pub(crate) const BURNS_MOMENTS: [&str; 2] = ["momentum.moment_1", "momentum.moment_2"];
 pub(crate) const BURNS_TIME: &str = "momentum.time";
 const BURNS_LARGEST: &str = "momentum.max_moment_2";
 

@@ -37,8 +37,9 @@ use burn::tensor::Tensor;
 pub(crate) use clipping::clip;
 pub(crate) use custom::{OWN_STATE, WholeParameter, WholeUpdate};
 pub(crate) use elementwise::{
-    BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
-    ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
+    BURNS_MOMENTS, BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter,
+    ElementwiseRule, ElementwiseUpdate, MOMENTS, RoleFactors, Roles, from_burns, of_burns,
+    unflatten_burns,
 };
 pub(crate) use idle_matrices::Clocks;
 pub(crate) use layer::{Decision, MAX_RANK, WholeOptimizer, with_rank};

@@ -190,3 +190,25 @@ fn a_resumed_run_ends_with_the_bits_of_one_without_a_break() {
     assert_eq!(resumed[1..], whole);
     assert!(number(&whole, "step 40: loss") < number(&start, "step 20: loss"));
 }
+
+#[test]
+fn a_run_comes_back_from_a_file_of_pytorch() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let [run, file, back] = ["run.bpk", "run.safetensors", "back.bpk"].map(path);
+    lines("resume", &[&run, "20"]);
+    for implementation in ["torch", "keller-jordan"] {
+        assert_eq!(
+            lines("convert", &["export", &run, &file, implementation]),
+            ["exported step 20"]
+        );
+        let imported = lines("convert", &["import", &file, &back, "20", implementation]);
+        assert_eq!(imported, ["imported step 20"]);
+        let continued = lines("resume", &[&back, "40"]);
+        assert_eq!(continued[0], "resumed at step 20");
+        let whole = lines("resume", &[&path("whole.bpk"), "40"]);
+        let losses = [&continued, &whole].map(|lines| number(lines, "step 40: loss"));
+        assert!((losses[0] - losses[1]).abs() < 1e-4 * losses[1], "{losses:?}");
+        std::fs::remove_file(path("whole.bpk")).unwrap();
+    }
+}

@@ -8,6 +8,7 @@ mod custom;
 mod diagnostics;
 mod dist_muon;
 mod examples;
+mod exchange;
 mod extremes;
 mod forecast;
 mod guide;

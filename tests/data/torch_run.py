@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""A run of PyTorch's optimizers, which `tests/it/exchange.rs` continues, and the other way round.
+
+    torch_run.py write FOLDER            writes torch-run.safetensors and torch-state.safetensors
+    torch_run.py continue FILE RUN       continues from FILE, and compares with RUN
+
+The iteration of Muon is in float32, as in the golden trajectories of the same precision.
+Needs torch (2.9 or later) and safetensors.
+"""
+
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+
+STEPS, SAVED, LR, TOLERANCE = 6, 3, 0.02, 1e-4
+# torch.optim.Muon always casts to bfloat16, whose rounding would hide an error of a state.
+torch.Tensor.bfloat16 = torch.Tensor.float
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(6, 10)
+        self.hidden = torch.nn.Linear(10, 10)
+        self.norm = torch.nn.LayerNorm(10)
+
+
+def start():
+    torch.manual_seed(1)
+    model = Net()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.1, momentum=0.95)
+    adamw = torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+    return model, [muon, adamw]
+
+
+def write(folder):
+    model, optimizers = start()
+    run = {f"init.{n}": p.detach().clone() for n, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(2)
+    for step in range(1, STEPS + 1):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            run[f"grad.{step}.{name}"] = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        run |= {f"param.{step}.{n}": p.detach().clone() for n, p in model.named_parameters()}
+        if step == SAVED:
+            export(model, optimizers, f"{folder}/torch-state.safetensors")
+    save_file(run, f"{folder}/torch-run.safetensors")
+
+
+def export(model, optimizers, path):
+    tensors = dict(model.state_dict())
+    for optimizer in optimizers:  # such as torch.optim.Muon and torch.optim.AdamW
+        for name, p in model.named_parameters():
+            for key, value in optimizer.state.get(p, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def read(model, optimizers, path):
+    tensors = load_file(path)
+    model.load_state_dict({n: t for n, t in tensors.items() if not n.startswith("optimizer.")})
+    parameters = dict(model.named_parameters())
+    for optimizer in optimizers:
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, tensor in tensors.items():
+            path, _, key = name.removeprefix("optimizer.").rpartition(".")
+            if id(parameters.get(path)) in owned:
+                optimizer.state[parameters[path]][key] = tensor
+
+
+def continue_from(path, run):
+    model, optimizers = start()
+    read(model, optimizers, path)
+    run, worst = load_file(run), 0.0
+    for step in range(SAVED + 1, STEPS + 1):
+        for name, p in model.named_parameters():
+            p.grad = run[f"grad.{step}.{name}"].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, p in model.named_parameters():
+            reference, before = run[f"param.{step}.{name}"], run[f"param.{SAVED}.{name}"]
+            error = (p.detach() - reference).norm() / (reference - before).norm()
+            worst = max(worst, error.item())
+    print(f"largest error {worst:.1e}")
+    return worst <= TOLERANCE
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["write", folder]:
+            write(folder)
+        case ["continue", path, run]:
+            sys.exit(0 if continue_from(path, run) else 1)
+        case _:
+            sys.exit(__doc__)
