@@ -11,7 +11,7 @@ use super::identity::Version;
 use super::pass_parameter::{PassParameter, Position};
 use super::passes::{Groups, Keep, Passes, SharingGroup};
 use super::reparameterizations::{Owned, Reduced};
-use super::{Chosen, Cuts, Division, Layout, LayoutTable, Place, Sharded};
+use super::{Cuts, Division, Layout, LayoutTable, Place, Sharded};
 use crate::comm::{Pending, World};
 use crate::distributed::config::CostSource;
 use crate::distributed::plan::{Balancing, Slice};

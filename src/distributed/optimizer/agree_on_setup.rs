@@ -126,19 +126,19 @@ pub fn ensure_followed(
         return Ok(());
     }
     let chosen = layout.config();
-    let differs = |setting: &str, value: String, expected: String| {
-        let remedy = "by which `Layout::shard` has chosen the owners: give the layout the \
-                      optimizer's configuration with `Layout::with_config`, or use \
-                      `DistMuonConfig::start`";
-        Err(Error::setting(setting, value, format!("{expected}, {remedy}")))
+    let differs = |setting: &str, value: String| {
+        let expected = "the layout's, by which `Layout::shard` has chosen the owners: give the \
+                        layout the optimizer's configuration with `Layout::with_config`, or use \
+                        `DistMuonConfig::start`";
+        Err(Error::setting(setting, value, expected))
     };
     if config.balancing != chosen.balancing {
-        let [value, expected] = [config.balancing, chosen.balancing].map(|own| format!("{own:?}"));
-        return differs("balancing", value, expected);
+        let value = format!("{:?}, on a layout with {:?}", config.balancing, chosen.balancing);
+        return differs("balancing", value);
     }
     if config.costs != chosen.costs {
-        let [value, expected] = [config.costs, chosen.costs].map(|own| format!("{own:?}"));
-        return differs("costs", value, expected);
+        let value = format!("{:?}, on a layout with {:?}", config.costs, chosen.costs);
+        return differs("costs", value);
     }
     Ok(())
 }
