@@ -52,7 +52,7 @@ const SEARCH_S: f64 = 10.0;
 
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
 pub enum Balancing {
-    /// The most expensive first, to the rank with the least work.
+    /// The most expensive first, to the rank with least work.
     #[default]
     Greedy,
     /// In turns, whatever each costs.
