@@ -64,7 +64,7 @@ impl Estimate {
         let model = sizes.init(&device.autodiff());
         let config = contender.config(settings, &sharding)?;
         let forecast = config.forecast_memory(self.ranks, self.nodes, &model, |world| {
-            sharding.layout(world, &config.muon, &model)
+            sharding.layout(world, &config, &model)
         })?;
         println!("{}, {}\n{forecast}", contender.name(), settings.describe(&sizes));
         Ok(())

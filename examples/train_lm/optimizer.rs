@@ -151,7 +151,7 @@ impl Contender {
             OptimizerName::DistAdamw => only_adamw(muon),
             _ => muon,
         };
-        Ok(shared_config(muon, settings, sharding))
+        shared_config(muon, settings, sharding)
     }
 
     /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
@@ -179,9 +179,9 @@ impl Contender {
         let single =
             |optim: ModuleOptimizer| Optim::Single(Box::new(optim), Box::new(routing.clone()));
         let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
-            let layout = sharding.layout(world, &muon, &model)?;
+            let config = shared_config(muon, settings, sharding)?;
+            let layout = sharding.layout(world, &config, &model)?;
             let model = sharding::on_ranks(layout.shard(model)?, &layout);
-            let config = shared_config(muon, settings, sharding);
             let optim = config.init_on(&layout, &model)?;
             let routing = optim.routing().clone();
             Ok((model, Optim::Dist(Box::new(optim), Box::new(layout)), routing))
@@ -210,13 +210,18 @@ fn only_adamw(muon: MuonConfig) -> MuonConfig {
 }
 
 /// The settings of an optimizer that ranks share.
-fn shared_config(muon: MuonConfig, settings: &Settings, sharding: &Sharding) -> DistMuonConfig {
+fn shared_config(
+    muon: MuonConfig,
+    settings: &Settings,
+    sharding: &Sharding,
+) -> Result<DistMuonConfig> {
     let scales = settings.dtype == Dtype::F16;
-    DistMuonConfig::new()
+    let config = DistMuonConfig::new()
         .with_muon(muon)
         .with_grad_dtype(GradDtype::Float32)
         .with_publish(sharding.publish())
-        .with_loss_scale(scales.then(LossScaleConfig::new))
+        .with_loss_scale(scales.then(LossScaleConfig::new));
+    sharding.planned(config)
 }
 
 impl Optim {

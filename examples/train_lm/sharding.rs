@@ -3,9 +3,9 @@
 use anyhow::{Context, Result, ensure};
 use burn::tensor::Device;
 use clap::{Args, ValueEnum};
-use distmuon::MuonConfig;
 use distmuon::comm::World;
-use distmuon::distributed::{self, Axis, Layout, Mesh, Publish};
+use distmuon::distributed::plan;
+use distmuon::distributed::{self, Axis, CostSource, DistMuonConfig, Layout, Mesh, Publish};
 
 use super::model::Gpt;
 use super::options::at_least_one;
@@ -36,6 +36,38 @@ pub struct Sharding {
     /// For dist-muon and dist-adamw.
     #[arg(long, help_heading = "Ranks")]
     pub overlap: bool,
+    /// Chooses the owner of each matrix. Default: greedy.
+    ///
+    /// For dist-muon and dist-adamw, which print the plan.
+    #[arg(long, value_enum, help_heading = "Ranks")]
+    pub balancing: Option<Balancing>,
+    /// Costs that are balanced. Default: operations.
+    #[arg(long, value_enum, help_heading = "Ranks")]
+    pub costs: Option<Costs>,
+}
+
+/// The seconds after which the search for the best plan ends.
+#[cfg(feature = "optimal")]
+const SEARCH_S: f64 = 10.0;
+
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
+pub enum Balancing {
+    /// The most expensive first, to the rank with least work.
+    #[default]
+    Greedy,
+    /// In turns, whatever each costs.
+    BlockCyclic,
+    /// By mixed-integer programming, for up to ten seconds.
+    Optimal,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
+pub enum Costs {
+    /// Floating-point operations.
+    #[default]
+    Operations,
+    /// Seconds, measured when the optimizer is made.
+    Measured,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
@@ -50,7 +82,9 @@ pub enum Keep {
 impl Sharding {
     /// Returns `true` if it needs an optimizer that sees the whole model.
     pub fn is_shared(&self) -> bool {
-        self.owned.is_some() || self.overlap || self.slices() > 1 || self.parts() > 1
+        let is_planned = self.balancing.is_some() || self.costs.is_some();
+        let is_divided = self.owned.is_some() || self.slices() > 1 || self.parts() > 1;
+        is_planned || is_divided || self.overlap
     }
 
     /// The number of ranks of the axes, if there are any.
@@ -73,6 +107,37 @@ impl Sharding {
         if self.overlap { Publish::AtFirstUse } else { Publish::Now }
     }
 
+    /// The settings of the library for the owners of matrices.
+    pub fn planned(&self, config: DistMuonConfig) -> Result<DistMuonConfig> {
+        let balancing = match self.balancing.unwrap_or_default() {
+            Balancing::Greedy => plan::Balancing::Greedy,
+            Balancing::BlockCyclic => plan::Balancing::BlockCyclic,
+            #[cfg(feature = "optimal")]
+            Balancing::Optimal => plan::Balancing::Optimal { time_limit_s: SEARCH_S },
+            #[cfg(not(feature = "optimal"))]
+            Balancing::Optimal => anyhow::bail!(
+                "--balancing optimal is missing in this program: build train_lm with --features \
+                 optimal"
+            ),
+        };
+        let costs = match self.costs.unwrap_or_default() {
+            Costs::Operations => CostSource::Operations,
+            Costs::Measured => CostSource::Measured,
+        };
+        Ok(config.with_balancing(balancing).with_costs(costs))
+    }
+
+    /// Describes the plan in a line.
+    pub fn describe_plan(&self) -> String {
+        let balancing = self.balancing.unwrap_or_default().to_possible_value();
+        let balancing = balancing.expect("no value is skipped");
+        let unit = match self.costs.unwrap_or_default() {
+            Costs::Operations => "operations",
+            Costs::Measured => "measured seconds",
+        };
+        format!("plan: {}, costs in {unit}", balancing.get_name())
+    }
+
     /// The device of a rank, which computes activations again if weights are gathered again.
     pub fn device(&self, device: Device) -> Device {
         if self.gathers_again() { device.gradient_checkpointing() } else { device }
@@ -88,12 +153,12 @@ impl Sharding {
     }
 
     /// The layout for an optimizer with these settings. All ranks make this call.
-    pub fn layout(&self, world: &World, muon: &MuonConfig, model: &Gpt) -> Result<Layout> {
+    pub fn layout(&self, world: &World, config: &DistMuonConfig, model: &Gpt) -> Result<Layout> {
         let mesh = match &self.mesh[..] {
             [] => Mesh::flat(world),
             axes => Mesh::new(world, axes.iter().cloned())?,
         };
-        let layout = Layout::new(&mesh).with_muon(muon.clone()).with_keep(match self.keep {
+        let layout = Layout::new(&mesh).with_config(config.clone()).with_keep(match self.keep {
             Keep::Nothing => distributed::Keep::Nothing,
             Keep::Weights => distributed::Keep::Weights,
         });

@@ -266,7 +266,7 @@ impl Run<'_> {
                 println!("{routing}");
             }
             if let Optim::Dist(optim, _) = &optim {
-                println!("{}\n", optim.report());
+                println!("{}\n{}\n", sharding.describe_plan(), optim.report());
             }
         }
         let Some(path) = &self.options.resume else {

@@ -135,11 +135,12 @@ pub struct DistMuonConfig {
     /// gradient separately, has to be `None`: see [`max_norm`](Self::max_norm).
     #[config(default = "MuonConfig::new()")]
     pub muon: MuonConfig,
-    /// The assignment of matrices to ranks. [`Layout::shard`](super::Layout::shard) assigns the
-    /// matrices of a divided model by the default, and any other value is then an error.
+    /// The assignment of matrices to ranks, in every placement. A layout needs it before it divides
+    /// a model: from [`start`](Self::start), or by
+    /// [`Layout::with_config`](super::Layout::with_config).
     #[config(default = "Balancing::Greedy")]
     pub balancing: Balancing,
-    /// The source of the costs that are balanced. For a divided model as
+    /// The source of the costs that are balanced. A layout needs it as it needs
     /// [`balancing`](Self::balancing).
     #[config(default = "CostSource::Operations")]
     pub costs: CostSource,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::config::CostSource;
 use super::plan::{Costs, Parameter, ShapeCost, Work};
@@ -116,9 +116,8 @@ fn measure_whole(
     let batch = ElementwiseUpdate::batch(shape);
     let mut slots = Slots::zeros(&update.slots(*dtype), batch, shape, *dtype, device);
     let elements: usize = shape.iter().product();
-    let normal = Distribution::Normal(0.0, 1.0);
-    let [values, gradient] =
-        [(); 2].map(|()| Tensor::<1>::random([elements], normal, (device, *dtype)));
+    let values = numbers(elements, *dtype, device);
+    let gradient = values.clone().flip([0]);
     let mut own = None;
     let mut step = |at: usize| -> Result<f64> {
         sync(device)?;
@@ -148,9 +147,7 @@ fn measure(
     device: &Device,
 ) -> Result<ShapeCost> {
     let time = |count: usize| -> Result<f64> {
-        // Random values: a device may multiply zeros faster.
-        let ones = Distribution::Normal(0.0, 1.0);
-        let batch = Tensor::<3>::random([count, m, n], ones, (device, dtype));
+        let batch = numbers(count * m * n, dtype, device).reshape([count, m, n]);
         let run = || -> Result<f64> {
             sync(device)?;
             let start = Instant::now();
@@ -167,6 +164,16 @@ fn measure(
     Ok(ShapeCost { fixed: one - each, each })
 }
 
+/// Numbers between -1 and 1 without a pattern: a device may multiply zeros faster.
+///
+/// A chirp, since random numbers would be drawn from the device's generator, and the parameters
+/// that a model draws later would depend on whether costs are measured.
+fn numbers(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
+    let number = |index: usize| ((index * index % 1_000_003) as f64 * 0.618_034).sin() as f32;
+    let data = TensorData::new((0..elements).map(number).collect::<Vec<_>>(), [elements]);
+    Tensor::from_data(data, (device, dtype))
+}
+
 fn sync(device: &Device) -> Result<()> {
     device.sync().map_err(|error| {
         Error::setting(
@@ -175,4 +182,74 @@ fn sync(device: &Device) -> Result<()> {
             "`Operations`, or a device that works",
         )
     })
+}
+
+#[cfg(all(test, feature = "optimal"))]
+mod tests {
+    use burn::nn::{Linear, LinearConfig};
+
+    use super::*;
+    use crate::distributed::config::DistMuonConfig;
+    use crate::distributed::plan::Balancing;
+    use crate::distributed::plan::tests::{max_load, plan, stack};
+    use crate::muon::MuonConfig;
+    use crate::routing::RoutingRule;
+
+    /// Prints what measured costs gain where operations and time differ: the load of the busiest
+    /// rank, in measured seconds over the mean, of plans by both costs. The model has layers of
+    /// four widths.
+    #[test]
+    #[ignore = "prints a table of measurements, and takes a minute"]
+    fn table_of_measured_costs() {
+        let layers = [(1024, 2), (512, 4), (256, 8), (128, 16)];
+        let shapes = |width: usize| {
+            let [square, up, down] = [[width; 2], [width, 4 * width], [4 * width, width]];
+            [square, square, square, square, up, down]
+        };
+        let matrices = layers.into_iter().flat_map(|(width, count)| {
+            let layer = move |layer: usize| {
+                let paths = (0..6).map(move |index| format!("{width}.{layer}.{index}"));
+                paths.zip(shapes(width)).map(|(path, shape)| stack(&path, 1, shape))
+            };
+            (0..count).flat_map(layer)
+        });
+        let parameters: Vec<Parameter> = matrices.collect();
+        let device = Device::default();
+        let model: Vec<Linear> = layers
+            .iter()
+            .flat_map(|(width, _)| shapes(*width)[3..].to_vec())
+            .map(|[m, n]| LinearConfig::new(m, n).with_bias(false).init(&device))
+            .collect();
+        let muon = MuonConfig::new().with_rule(RoutingRule::muon(""));
+        let config = DistMuonConfig::new().with_muon(muon);
+        let [counted, measured] = [CostSource::Operations, CostSource::Measured].map(|source| {
+            let world = World::alone(device.clone());
+            let optim = config.clone().with_costs(source).init(&world, &model).unwrap();
+            optim.costs().clone()
+        });
+        for [m, n] in measured.shapes() {
+            let (counted, ShapeCost { fixed, each }) = (counted.of([m, n]), measured.of([m, n]));
+            let rate = counted.each / each / 1e9;
+            println!("{m} x {n}: {fixed:.2e} s + {each:.2e} s, {rate:.1} GFLOP/s");
+        }
+        println!("\n| ranks | in turns | operations | measured | measured, optimal |");
+        println!("|---|---|---|---|---|");
+        let optimal = Balancing::Optimal { time_limit_s: 10.0 };
+        for ranks in [2, 4, 8, 16] {
+            let loads = [
+                (Balancing::BlockCyclic, &counted),
+                (Balancing::Greedy, &counted),
+                (Balancing::Greedy, &measured),
+                (optimal, &measured),
+            ];
+            let loads = loads.map(|(balancing, costs)| {
+                let plan = plan(&parameters, ranks, balancing, costs);
+                max_load(&plan, &measured)
+            });
+            let alone = plan(&parameters, 1, Balancing::Greedy, &measured);
+            let mean = max_load(&alone, &measured) / ranks as f64;
+            let row = loads.map(|load| format!("{:.3}", load / mean));
+            println!("| {ranks} | {} |", row.join(" | "));
+        }
+    }
 }

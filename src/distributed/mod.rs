@@ -11,6 +11,7 @@
 //!
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
+mod busy;
 mod config;
 mod dist_muon;
 #[doc(hidden)] // for the bench `scaling`

@@ -30,7 +30,7 @@ pub const IN_PROCESS: &[Case] = cases![
     the_operations_of_a_layer_optimizer_balance_the_ranks,
     whole_parameters_have_measured_costs,
     operations_that_are_no_cost_are_rejected,
-    balancing_that_owned_parameters_can_not_follow_is_rejected,
+    a_balancing_by_which_the_layout_has_not_chosen_the_owners_is_rejected,
 ];
 
 /// SOAP for matrices and a vector. Muon and AdamW update the others.
@@ -355,8 +355,8 @@ fn operations_that_are_no_cost_are_rejected() {
     }
 }
 
-/// `Layout::shard` has chosen the owners by then.
-fn balancing_that_owned_parameters_can_not_follow_is_rejected() {
+/// `Layout::shard` has chosen the owners by then, by the default.
+fn a_balancing_by_which_the_layout_has_not_chosen_the_owners_is_rejected() {
     let others =
         [soap().with_balancing(Balancing::BlockCyclic), soap().with_costs(CostSource::Measured)];
     for (config, expected) in others.into_iter().zip(["balancing", "costs"]) {
@@ -369,7 +369,7 @@ fn balancing_that_owned_parameters_can_not_follow_is_rejected() {
         for error in errors.unwrap() {
             let Error::Setting { setting, .. } = &error else { panic!("{error}") };
             assert_eq!(setting, expected);
-            assert!(error.to_string().contains("Layout::shard"), "{error}");
+            assert!(error.to_string().contains("Layout::with_config"), "{error}");
         }
     }
 }

@@ -13,6 +13,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::module::embedding;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use distmuon::comm::{Communicator, World};
+use distmuon::distributed::plan::Balancing;
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, GradDtype, Keep, Layout, Mesh, Place, Publish,
 };
@@ -202,6 +203,7 @@ struct Division {
     ahead_mb: f64,
     small_elements: usize,
     allows_unused: bool,
+    balancing: Balancing,
     /// The dimensions along which a table, a head and stacks are cut, where ranks have slices.
     cuts: [Option<usize>; 3],
 }
@@ -216,7 +218,7 @@ impl Division {
             true => (Mesh::new(world, nodes)?, "gpu"),
             false => (Mesh::flat(world), "dp"),
         };
-        let layout = Layout::new(&mesh).with_muon(config.muon.clone());
+        let layout = Layout::new(&mesh).with_config(config.clone());
         let layout = layout.with_keep(self.keep).with_ahead_mb(self.ahead_mb);
         let layout = layout.with_small_elements(self.small_elements);
         let layout = if self.is_owned { layout.owned(axis) } else { layout };
@@ -310,8 +312,10 @@ fn trials() -> impl Strategy<Value = Trial> {
     let small = prop_oneof![Just(0_usize), Just(16), Just(64), Just(4096)];
     let cut = |dimensions| proptest::option::weighted(0.7, 0..dimensions);
     let cuts = (cut(2_usize), cut(2), cut(3)).prop_map(<[_; 3]>::from);
-    let division = (flags, keep, ahead_mb, small, cuts);
-    let division = division.prop_map(|(flags, keep, ahead_mb, small_elements, cuts)| {
+    let balancing = prop_oneof![Just(Balancing::Greedy), Just(Balancing::BlockCyclic)];
+    let division = (flags, keep, ahead_mb, small, balancing, cuts);
+    let division = division.prop_map(|division| {
+        let (flags, keep, ahead_mb, small_elements, balancing, cuts) = division;
         let [is_owned, overlaps, on_nodes, allows_unused] = flags;
         Division {
             is_owned,
@@ -321,6 +325,7 @@ fn trials() -> impl Strategy<Value = Trial> {
             ahead_mb,
             small_elements,
             allows_unused,
+            balancing,
             cuts,
         }
     });
@@ -578,6 +583,7 @@ fn start(
         return Ok((None, net, optim));
     }
     let division = &trial.divisions[loads % trial.divisions.len()];
+    let config = &config.clone().with_balancing(division.balancing);
     let layout = division.layout(world, config, trial)?;
     let net = layout.shard(net)?;
     let optim = config.init_on(&layout, &net)?;
@@ -623,6 +629,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 ahead_mb: 64.0,
                 small_elements: 16,
                 allows_unused: false,
+                balancing: Balancing::Greedy,
                 cuts: [None; 3],
             };
             compare(&Trial {

@@ -11,9 +11,10 @@ use super::identity::Version;
 use super::pass_parameter::{PassParameter, Position};
 use super::passes::{Groups, Keep, Passes, SharingGroup};
 use super::reparameterizations::{Owned, Reduced};
-use super::{Cuts, Division, Layout, Place, Sharded};
+use super::{Cuts, Division, Layout, LayoutTable, Place, Sharded};
 use crate::comm::{Pending, World};
-use crate::distributed::plan::{Parameter, Slice};
+use crate::distributed::config::CostSource;
+use crate::distributed::plan::{Balancing, Slice};
 use crate::distributed::same_parameters::same_parameters;
 use crate::error::{Error, Result};
 use crate::link;
@@ -50,11 +51,13 @@ impl Layout {
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
         self.same_settings()?;
-        let Division { parameters, planned, cuts, .. } = world.agree(self.dividable(&model))?;
-        let all: Vec<Parameter> = planned.iter().map(|(parameter, _)| parameter.clone()).collect();
+        let division = world.agree(self.dividable(&model))?;
         // Before any call that is sized by the plan: ranks with other models would exchange other
         // lengths.
-        same_parameters(world, &all)?;
+        same_parameters(world, &division.planned)?;
+        let chosen = division.has_owners().then(|| self.owners_together(&division)).transpose()?;
+        let parameters = self.pass_parameters(&division, chosen.as_ref());
+        let cuts = &division.cuts;
         if parameters.is_empty() && cuts.is_empty() {
             // Nothing is divided: rank 0's values for all, as without a layout.
             return world.broadcast(model);
@@ -62,16 +65,17 @@ impl Layout {
         // The values are rank 0's. Other ranks on its device would draw random numbers in between.
         let model = if world.is_main() { model } else { parameters::undrawn(model) };
         let groups = cuts.groups(&self.mesh)?;
+        let table = LayoutTable::new(&division.found, &parameters, cuts);
         let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,
             passes: &passes,
             parameters: &owned,
-            cuts: &cuts,
+            cuts,
             error: &mut error,
         });
-        let mut cut = Slicing { world, cuts: &cuts, owned: &owned, error };
+        let mut cut = Slicing { world, cuts, owned: &owned, error };
         // After the parts: what is owned was cut by `Shard`, and is skipped here.
         let model = parameters::map(model, &mut cut);
         if let Some(error) = cut.error {
@@ -83,18 +87,30 @@ impl Layout {
         // The rest of rank 0's values. Slices have arrived one by one, from the whole, and parts as
         // well.
         let model = world.broadcast_without(model, |path| cuts.slice(path).is_some())?;
-        self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
+        let Division { cuts, planned, .. } = division;
+        self.set_sharded(Sharded { passes, cuts, groups, planned, chosen, table });
         Ok(model)
     }
 
     /// Divides a model without its values, for a forecast: returns its parameters, with the shapes
-    /// of whole ones.
-    pub(in crate::distributed) fn divide<M: Module>(&self, model: &M) -> Result<Vec<Found>> {
-        let Division { parameters, planned, found, cuts } = self.division(model)?;
+    /// of whole ones. The owners are the `first` rank's, unless this is the first.
+    pub(in crate::distributed) fn divide<M: Module>(
+        &self,
+        model: &M,
+        first: Option<&Layout>,
+    ) -> Result<Vec<Found>> {
+        let division = self.division(model)?;
+        let chosen = match first {
+            Some(first) => first.sharded().and_then(|sharded| sharded.chosen.clone()),
+            None => division.has_owners().then(|| self.owners_together(&division)).transpose()?,
+        };
+        let parameters = self.pass_parameters(&division, chosen.as_ref());
+        let Division { found, cuts, planned, .. } = division;
         if !(parameters.is_empty() && cuts.is_empty()) {
+            let table = LayoutTable::new(&found, &parameters, &cuts);
             let groups = cuts.groups(&self.mesh)?;
             let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
-            self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
+            self.set_sharded(Sharded { passes, cuts, groups, planned, chosen, table });
         }
         Ok(found)
     }
@@ -133,7 +149,9 @@ impl Layout {
         self.world().same_config(&Settings {
             owned: self.axis.as_deref(),
             places: &self.places,
-            muon: &self.muon,
+            muon: &self.config.muon,
+            balancing: self.config.balancing,
+            costs: self.config.costs,
             keep: self.keep,
             small_elements: self.small_elements,
             ahead_mb: self.ahead_mb,
@@ -154,7 +172,7 @@ impl Layout {
             ));
         }
         let division = self.division(model)?;
-        if !division.parameters.is_empty() && !link::supports(device) {
+        if division.has_owners() && !link::supports(device) {
             return Err(Error::usage(
                 "the device can't train a divided model",
                 "a device of Flex, CubeCL or LibTorch",
@@ -270,6 +288,8 @@ struct Settings<'a> {
     owned: Option<&'a str>,
     places: &'a [Place],
     muon: &'a MuonConfig,
+    balancing: Balancing,
+    costs: CostSource,
     keep: Keep,
     small_elements: usize,
     ahead_mb: f64,
@@ -343,13 +363,6 @@ impl Reparameterizer for Shard<'_> {
         let part = Param::initialized(id, part);
         (base, Some(Owned { part, version: Version::new(), parameter, passes }))
     }
-}
-
-/// Planned parameters and their owners, by path.
-fn planned_by_path(
-    planned: Vec<(Parameter, Vec<usize>)>,
-) -> HashMap<String, (Parameter, Vec<usize>)> {
-    planned.into_iter().map(|entry| (entry.0.path.clone(), entry)).collect()
 }
 
 /// The parameters of the passes with a placement, by path.

@@ -1,5 +1,6 @@
 //! The division of a model's parameters among ranks.
 
+mod choose_owners;
 mod divide_model;
 mod form;
 mod identity;
@@ -23,18 +24,19 @@ pub use passes::Keep;
 pub(super) use passes::{PassBytes, Passes};
 pub use table::LayoutTable;
 
-use super::config::CostSource;
-use super::measured_costs::costs;
+use super::config::DistMuonConfig;
 use super::mesh::{Axis, Grid, Mesh};
 use super::placement_rules::{Place, Places};
-use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
+use super::plan::{Bucket, Costs, Parameter, Slice, Work};
 use super::sliced_parameters::{Cuts, SliceGroup, SliceGroups};
-use super::trainable::{self, ModelParameter, Trainable};
+use super::trainable::{self, ModelParameter, Trainable, TrainableParameter};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::gradient_buffer::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
+use crate::routing::Routing;
+use choose_owners::Chosen;
 use identity::Identities;
 use pass_parameter::Position;
 use passes::{Groups, Limits};
@@ -91,7 +93,8 @@ const SMALL_ELEMENTS: usize = 1024;
 #[derive(Clone)]
 pub struct Layout {
     mesh: Mesh,
-    muon: MuonConfig,
+    /// The configuration of the optimizer, for its routing and its plan.
+    config: DistMuonConfig,
     axis: Option<String>,
     places: Vec<Place>,
     keep: Keep,
@@ -113,16 +116,30 @@ pub(super) struct Sharded {
     pub passes: Arc<Passes>,
     pub cuts: Cuts,
     pub groups: SliceGroups,
-    /// The parameters as they are planned, and their owners, by path.
-    pub planned: HashMap<String, (Parameter, Vec<usize>)>,
+    /// The parameters as they are planned, in the order of the model.
+    pub planned: Vec<Parameter>,
+    /// The owners, if any parameter is divided or has its gradient reduced in the backward pass.
+    pub chosen: Option<Chosen>,
+    /// The places of all parameters.
+    pub table: LayoutTable,
 }
 
-/// The owned parameters of a model, and the plan that assigns their owners.
+/// The decisions on all parameters of a model that need no other rank.
 struct Division {
-    parameters: Vec<Arc<PassParameter>>,
-    planned: Vec<(Parameter, Vec<usize>)>,
     found: Vec<Found>,
     cuts: Cuts,
+    routing: Routing,
+    /// In the order of the model.
+    model: Vec<ModelParameter>,
+    trainable: Vec<TrainableParameter>,
+    planned: Vec<Parameter>,
+}
+
+impl Division {
+    /// Returns `true` if any parameter needs an owner before the optimizer is made.
+    fn has_owners(&self) -> bool {
+        self.found.iter().any(|found| found.placement.reduces_in_backward())
+    }
 }
 
 /// All ranks on one axis, `dp`, as on [`Mesh::flat`]: every rank has all parameters.
@@ -143,7 +160,7 @@ impl Layout {
     pub fn new(mesh: &Mesh) -> Self {
         Self {
             mesh: mesh.clone(),
-            muon: MuonConfig::new(),
+            config: DistMuonConfig::new(),
             axis: None,
             places: vec![],
             keep: Keep::Nothing,
@@ -170,10 +187,18 @@ impl Layout {
         self
     }
 
-    /// Sets the configuration whose routing decides which parameters are matrices. It has to be
-    /// that of the optimizer; [`MuonConfig::new`] by default.
+    /// Sets the configuration of the optimizer: its routing decides which parameters are matrices,
+    /// and its [`balancing`](DistMuonConfig::balancing) and [`costs`](DistMuonConfig::costs) decide
+    /// which rank owns each. [`DistMuonConfig::start`] makes this call; [`DistMuonConfig::new`] by
+    /// default.
+    pub fn with_config(mut self, config: DistMuonConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// [`with_config`](Self::with_config) of the routing alone.
     pub fn with_muon(mut self, muon: MuonConfig) -> Self {
-        self.muon = muon;
+        self.config.muon = muon;
         self
     }
 
@@ -312,15 +337,24 @@ impl Layout {
         self.sharded.get()
     }
 
+    /// The configuration of the optimizer.
+    pub(super) fn config(&self) -> &DistMuonConfig {
+        &self.config
+    }
+
     /// Fails if the parameters of a model are not the divided model's.
     pub(super) fn check_planned(&self, planned: &[Parameter]) -> Result<()> {
-        let known = self.sharded().map(|sharded| &sharded.planned);
+        let by_path = |sharded: &'_ Sharded| -> HashMap<String, Parameter> {
+            let planned = sharded.planned.iter();
+            planned.map(|parameter| (parameter.path.clone(), parameter.clone())).collect()
+        };
+        let known = self.sharded().map(by_path);
         let rank = self.world().rank();
         let differs = |parameter: &Parameter, reason: &str, remedy| {
             Err(Error::parameter(&parameter.path, rank, reason, remedy))
         };
         for parameter in planned {
-            match known.map(|known| known.get(&parameter.path)) {
+            match known.as_ref().map(|known| known.get(&parameter.path)) {
                 None if parameter.placement.reduces_in_backward() => {
                     return differs(
                         parameter,
@@ -329,8 +363,8 @@ impl Layout {
                     );
                 }
                 None => {}
-                Some(Some((known, _))) if known == parameter => {}
-                Some(Some((known, _))) if known.placement != parameter.placement => {
+                Some(Some(known)) if known == parameter => {}
+                Some(Some(known)) if known.placement != parameter.placement => {
                     return differs(
                         parameter,
                         "it is not placed as the layout has it",
@@ -352,22 +386,36 @@ impl Layout {
 
     /// The owners of planned parameters, if they were divided among their owners.
     pub(super) fn owners(&self, planned: &[Parameter]) -> Option<Vec<Vec<usize>>> {
-        let Sharded { planned: known, passes, .. } = self.sharded()?;
-        if passes.parameters().is_empty() {
-            return None;
-        }
-        Some(planned.iter().map(|parameter| known[&parameter.path].1.clone()).collect())
+        let Sharded { planned: known, chosen, .. } = self.sharded()?;
+        let all = known.iter().zip(&chosen.as_ref()?.owners);
+        let all: HashMap<&str, _> =
+            all.map(|(parameter, owners)| (&*parameter.path, owners)).collect();
+        Some(planned.iter().map(|parameter| all[&*parameter.path].clone()).collect())
     }
 
-    /// Returns the place of every parameter, before the model is divided. Prints as a table. Sends
-    /// nothing, so that one rank may make this call.
+    /// The costs by which the owners were chosen, if they were.
+    pub(super) fn costs(&self) -> Option<&Costs> {
+        Some(&self.sharded()?.chosen.as_ref()?.costs)
+    }
+
+    /// Returns the place of every parameter. Prints as a table. Sends nothing, so that one rank may
+    /// make this call.
+    ///
+    /// Before [`shard`](Self::shard), these are the places that the model would get, and `model` is
+    /// whole; after it, the places of the divided model.
     ///
     /// # Errors
     ///
-    /// As [`shard`](Self::shard) for the layout and the model.
+    /// As [`shard`](Self::shard) for the layout and the model, and [`Error::Usage`] before it if
+    /// the ranks choose owners together: by measured costs, or by a search with a time limit.
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
+        if let Some(Sharded { table, .. }) = self.sharded() {
+            return Ok(table.clone());
+        }
         let division = self.division(model)?;
-        Ok(LayoutTable::new(&division.found, &division.parameters, &division.cuts))
+        let chosen = division.has_owners().then(|| self.owners_alone(&division)).transpose()?;
+        let parameters = self.pass_parameters(&division, chosen.as_ref());
+        Ok(LayoutTable::new(&division.found, &parameters, &division.cuts))
     }
 
     /// Returns the number of elements of a model's float parameters, of which this rank may have
@@ -532,6 +580,7 @@ impl Layout {
 
     /// Fails for settings that no model can use.
     fn check(&self) -> Result<()> {
+        self.config.check()?;
         for (setting, megabytes) in
             [("ahead_mb", self.ahead_mb), ("in_flight_mb", self.in_flight_mb)]
         {
@@ -650,7 +699,7 @@ impl Layout {
             let remedy = "shard a model once, and keep the layout that did it";
             return Err(Error::parameter(&owned.path, rank, "it is already divided", remedy));
         }
-        let routing = self.muon.route_found(&found)?;
+        let routing = self.config.muon.route_found(&found)?;
         let places = Places::compile(&self.places, &found)?;
         // Both the factors and the weight that they are added to.
         let adapted: HashSet<String> = found
@@ -673,15 +722,7 @@ impl Layout {
         }
         let Trainable { model, trainable, planned } = trainable::of_model(&routing, &found, &cuts)?;
         self.ensure_unmixed(&model, &planned)?;
-        let (world, updates) = (self.world(), routing.updates());
-        let costs = costs(CostSource::Operations, world, &planned, &trainable, updates)?;
-        let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
-        let owners = plan.parameters().iter().zip(plan.owners());
-        let owners: Vec<Vec<usize>> =
-            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
-        let parameters = self.pass_parameters(&found, &cuts, &model, (&plan, &owners));
-        let planned = plan.parameters().iter().cloned().zip(owners).collect();
-        Ok(Division { parameters, planned, found, cuts })
+        Ok(Division { found, cuts, routing, model, trainable, planned })
     }
 
     /// Fails for a parameter to be divided of which Muon updates some blocks and AdamW others.
@@ -702,14 +743,13 @@ impl Layout {
     }
 
     /// The parameters that are divided, or whose gradients the backward pass reduces, in the order
-    /// of the model, with the owners of their blocks. `model` has the trained ones.
+    /// of the model, with the owners of their blocks.
     fn pass_parameters(
         &self,
-        found: &[Found],
-        cuts: &Cuts,
-        model: &[ModelParameter],
-        (plan, owners): (&Plan, &[Vec<usize>]),
+        Division { found, cuts, model, planned, .. }: &Division,
+        chosen: Option<&Chosen>,
     ) -> Vec<Arc<PassParameter>> {
+        let Some(Chosen { owners, .. }) = chosen else { return vec![] };
         let (mut trained, mut all) = (model.iter(), vec![]);
         for found in found {
             let known = found.trainable.then(|| trained.next().expect("each is in the model"));
@@ -721,7 +761,7 @@ impl Layout {
                     // All blocks of a parameter are sent together, whichever bucket the plan has
                     // them in.
                     let range = known.trainable.clone();
-                    let blocks = plan.parameters()[range.clone()].to_vec();
+                    let blocks = planned[range.clone()].to_vec();
                     (known.clone(), blocks, owners[range].to_vec())
                 }
                 None => {
@@ -731,7 +771,7 @@ impl Layout {
             };
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
-            let bucket = Bucket::of_one(&blocks, &owners, plan.world_size());
+            let bucket = Bucket::of_one(&blocks, &owners, self.world().size());
             let bucket = bucket.of_slice(&blocks, &grid.ranks, grid.slice);
             let positions = (&*self.positions(axes, &grid), grid.replica);
             all.push(Arc::new(PassParameter::new(all.len(), &parameter, bucket, positions)));
@@ -745,46 +785,5 @@ impl Layout {
             [] => Grid::flat(self.world()),
             axes => self.mesh.grid(axes),
         }
-    }
-
-    /// The owners of a parameter's matrices in the order of a rank's parts. Matrices of a stack are
-    /// equal work, and a rank's are then neighbours. A matrix of which only some slices have
-    /// elements, such as an expert, has an owner with one of these.
-    pub(super) fn in_order(&self, parameter: &Parameter, owners: &[usize]) -> Vec<usize> {
-        let Some(slices) = &parameter.slices else {
-            let mut owners = owners.to_vec();
-            // In the order of ranks, the elements of a rank are neighbours, and a part is one
-            // piece.
-            owners.sort_unstable();
-            return owners;
-        };
-        let grid = self.grid(slices.axes());
-        let (count, elements) = parameter.owned();
-        let mut of_slices: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
-        for matrix in 0..count {
-            let all = matrix * elements..(matrix + 1) * elements;
-            let holds = |slice: &usize| !slices.range(*slice, &all).is_empty();
-            of_slices.entry((0..slices.count()).filter(holds).collect()).or_default().push(matrix);
-        }
-        let mut ordered = owners.to_vec();
-        for (holders, matrices) in of_slices {
-            // Row by row, as a rank has the parts of others.
-            let cells: Vec<usize> =
-                grid.ranks.iter().flat_map(|row| holders.iter().map(|slice| row[*slice])).collect();
-            let position = |rank: usize| cells.iter().position(|cell| *cell == rank);
-            // The plan chose among all ranks. Where only some may be chosen, they take turns, the
-            // first of which is another one for every parameter.
-            let is_any = cells.len() == self.world().size();
-            let chosen = matrices.iter().enumerate().map(|(turn, matrix)| match is_any {
-                true => position(owners[*matrix]).expect("every rank is in a row"),
-                false => (owners[matrices[0]] + turn) % cells.len(),
-            });
-            let mut chosen: Vec<usize> = chosen.collect();
-            chosen.sort_unstable();
-            for (matrix, cell) in matrices.into_iter().zip(chosen) {
-                ordered[matrix] = cells[cell];
-            }
-        }
-        ordered
     }
 }

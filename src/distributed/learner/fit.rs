@@ -124,8 +124,7 @@ impl DistMuonStrategy {
         let layout = (self.layout.0)(&world)?;
         world.agree(layout.ensure_whole_layers())?;
         world.agree(ensure_loadable(run.saves, &model, world.rank()))?;
-        let model = layout.shard(model)?;
-        let optim = self.config.init_on(&layout, &model)?;
+        let (model, optim) = self.config.start(&layout, model)?;
         let mut optim = optim.load_states(&run.state)?;
         if world.is_main() {
             optim.count_skipped_in(&self.skipped);

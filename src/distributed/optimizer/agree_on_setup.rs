@@ -5,16 +5,18 @@ use std::collections::HashSet;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::busy::Busy;
 use crate::checksum;
 use crate::comm::{World, exchanges};
-use crate::distributed::config::{CostSource, DistMuonConfig};
+use crate::distributed::config::DistMuonConfig;
 use crate::distributed::layout::Layout;
-use crate::distributed::plan::{Balancing, Costs, Parameter, Plan, PlanConfig, node_order};
+use crate::distributed::measured_costs;
+use crate::distributed::plan::{Costs, Parameter, Plan};
 use crate::distributed::same_parameters::{first_unequal, same_parameters};
 use crate::distributed::sliced_parameters::SliceGroup;
+use crate::distributed::trainable::TrainableParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
+use crate::routing::Updates;
 
 /// Fails for types that ranks can't exchange.
 pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> {
@@ -75,8 +77,21 @@ pub fn same_model<M: Module>(layout: &Layout, parameters: &[Parameter], model: &
     Ok(())
 }
 
-/// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan
-/// elsewhere.
+/// The costs of all matrices and whole parameters: those by which the layout has chosen the owners
+/// of a divided model, so that they are measured once.
+pub fn costs(
+    config: &DistMuonConfig,
+    layout: &Layout,
+    parameters: &[Parameter],
+    (trainable, updates): (&[TrainableParameter], &Updates),
+) -> Result<Costs> {
+    match layout.costs() {
+        Some(costs) => Ok(costs.clone()),
+        None => measured_costs::costs(config.costs, layout.world(), parameters, trainable, updates),
+    }
+}
+
+/// The plan of all ranks.
 pub fn plan(
     config: &DistMuonConfig,
     layout: &Layout,
@@ -87,15 +102,7 @@ pub fn plan(
     let settings = config.plan_config(world.size());
     let owners = match layout.owners(&parameters) {
         Some(owners) => owners,
-        None => {
-            let owners = owners(world, &parameters, &settings, costs)?;
-            let in_order = |(parameter, owners): (&Parameter, Vec<usize>)| match parameter.slices {
-                // The plan knows ranks, and not which of them have slices of a matrix.
-                Some(_) => layout.in_order(parameter, &owners),
-                None => owners,
-            };
-            parameters.iter().zip(owners).map(in_order).collect()
-        }
+        None => layout.choose_owners(&settings, &parameters, costs)?,
     };
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     // Each rank has made its own plan from the owners of rank 0: the digests show that nothing else
@@ -109,7 +116,7 @@ pub fn plan(
     }
 }
 
-/// Fails for settings of a plan that a divided model can't follow.
+/// Fails for settings of a plan other than those by which the layout has chosen the owners.
 pub fn ensure_followed(
     config: &DistMuonConfig,
     layout: &Layout,
@@ -118,35 +125,22 @@ pub fn ensure_followed(
     if layout.owners(parameters).is_none() {
         return Ok(());
     }
-    let expected = "the default, by which `Layout::shard` has chosen the owners: leave it, or \
-                    divide no parameters";
-    if config.balancing != Balancing::default() {
-        return Err(Error::setting("balancing", format!("{:?}", config.balancing), expected));
-    }
-    match config.costs {
-        CostSource::Operations => Ok(()),
-        CostSource::Measured => Err(Error::setting("costs", "Measured", expected)),
-    }
-}
-
-/// The owners of all matrices, for a model that was not divided.
-fn owners(
-    world: &World,
-    parameters: &[Parameter],
-    settings: &PlanConfig,
-    costs: &Costs,
-) -> Result<Vec<Vec<usize>>> {
-    let order = node_order(&world.comm().nodes());
-    let made = match world.rank() {
-        0 => {
-            // A search may take longer than the deadline.
-            let _busy = Busy::new(world.communicator());
-            Plan::new(parameters.to_vec(), world.size(), settings, costs).map(Some)
-        }
-        _ => Ok(None),
+    let chosen = layout.config();
+    let differs = |setting: &str, value: String| {
+        let expected = "the layout's, by which `Layout::shard` has chosen the owners: give the \
+                        layout the optimizer's configuration with `Layout::with_config`, or use \
+                        `DistMuonConfig::start`";
+        Err(Error::setting(setting, value, expected))
     };
-    let owners = world.agree(made)?.map_or(vec![], |plan| plan.owners_in(&order));
-    world.broadcast_value(&owners, 0)
+    if config.balancing != chosen.balancing {
+        let value = format!("{:?}, on a layout with {:?}", config.balancing, chosen.balancing);
+        return differs("balancing", value);
+    }
+    if config.costs != chosen.costs {
+        let value = format!("{:?}, on a layout with {:?}", config.costs, chosen.costs);
+        return differs("costs", value);
+    }
+    Ok(())
 }
 
 /// The paths and checksums of the parameters that every rank has, of the bits of their values.

@@ -11,7 +11,6 @@ use crate::checks::ensure_computed;
 use crate::comm::World;
 use crate::distributed::config::DistMuonConfig;
 use crate::distributed::layout::{Layout, Passes};
-use crate::distributed::measured_costs::costs;
 use crate::distributed::plan::{Bucket, Costs, Plan};
 use crate::distributed::sliced_parameters::Cuts;
 use crate::distributed::trainable::{self, ModelParameter, Trainable, TrainableParameter};
@@ -69,7 +68,8 @@ impl DividedModel {
         // The parameters are equal on all ranks here, so all ranks fail alike.
         agree_on_setup::ensure_exchangeable(&planned, world.rank())?;
         agree_on_setup::ensure_followed(config, layout, &planned)?;
-        let costs = costs(config.costs, world, &planned, &trainable, routing.updates())?;
+        let work = (&trainable[..], routing.updates());
+        let costs = agree_on_setup::costs(config, layout, &planned, work)?;
         let plan = agree_on_setup::plan(config, layout, planned, &costs)?;
         let (world, layout, passes) = (world.clone(), layout.clone(), layout.passes());
         Ok(Self { world, layout, passes, cuts, routing, plan, costs, parameters, trainable })

@@ -6,7 +6,6 @@ mod agree_on_step;
 mod bucket_exchange;
 mod bucket_shard;
 mod buckets_in_flight;
-mod busy;
 mod custom_states;
 mod decisions;
 mod detached_parameters;
@@ -48,11 +47,9 @@ use crate::qk_clip::Factors;
 use crate::routing::Routing;
 use crate::update::SkippedSteps;
 use accounting::Accounting;
-pub(super) use agree_on_setup::{ensure_exchangeable, plan};
+pub(super) use agree_on_setup::{costs, ensure_exchangeable, plan};
 use bucket_exchange::publishers;
 use bucket_shard::Shard;
-#[cfg(feature = "train")]
-pub(super) use busy::Busy;
 use decisions::HeadClip;
 use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
@@ -334,8 +331,8 @@ impl DistMuonConfig {
     /// `&World`, every rank has all parameters; a [`Layout`] may divide them. All ranks make this
     /// call.
     ///
-    /// It is [`Layout::shard`] and then [`init_on`](Self::init_on), with the routing of
-    /// [`muon`](Self::muon) in both. One rank is the smallest number of ranks.
+    /// It is [`Layout::with_config`], [`Layout::shard`] and then [`init_on`](Self::init_on). One
+    /// rank is the smallest number of ranks.
     ///
     /// ```
     /// use burn::{nn::LinearConfig, tensor::{Device, Tensor}};
@@ -360,7 +357,7 @@ impl DistMuonConfig {
         on: impl Into<Layout>,
         model: M,
     ) -> Result<(M, DistModuleOptimizer)> {
-        let layout = on.into().with_muon(self.muon.clone());
+        let layout = on.into().with_config(self.clone());
         let model = layout.shard(model)?;
         let optim = self.init_on(&layout, &model)?;
         Ok((model, optim))
@@ -387,13 +384,14 @@ impl DistMuonConfig {
     /// Makes the optimizer for a model that a layout has divided, or for any model on the ranks of
     /// a layout's mesh. [`init`](Self::init) is the case of a flat mesh and a layout without rules.
     ///
-    /// The owners are the layout's: [`balancing`](Self::balancing) and
-    /// [`costs`](Self::costs) apply to models that were not divided.
+    /// The owners of a divided model are the layout's, which has chosen them by the
+    /// [`balancing`](Self::balancing) and [`costs`](Self::costs) of [`Layout::with_config`].
     ///
     /// # Errors
     ///
-    /// As [`init`](Self::init), and [`Error::Parameter`] if the model was not divided by this
-    /// layout, or by another routing.
+    /// As [`init`](Self::init), [`Error::Parameter`] if the model was not divided by this layout,
+    /// or by another routing, and [`Error::Setting`] if the layout chose the owners by another
+    /// balancing or other costs.
     pub fn init_on<M: Module>(&self, layout: &Layout, model: &M) -> Result<DistModuleOptimizer> {
         DistModuleOptimizer::new(self, layout, model)
     }

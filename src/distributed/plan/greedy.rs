@@ -38,15 +38,17 @@ fn longest_first(classes: &[Class], world_size: usize, chunk_cost: f64) -> Assig
     let mut assignment = vec![vec![0; classes.len()]; world_size];
     let mut loads = vec![0.0; world_size];
     for (class, size) in chunks(classes, chunk_cost) {
+        let allowed = |rank: &usize| classes[class].allows(*rank);
         let load_with_chunk = |rank: usize| {
             let cost = classes[class].cost;
             let count = assignment[rank][class];
             loads[rank] + cost.batch(count + size) - cost.batch(count)
         };
         let rank = (0..world_size)
+            .filter(allowed)
             // The first of several: the plan must not depend on anything but its arguments.
             .min_by(|&a, &b| load_with_chunk(a).total_cmp(&load_with_chunk(b)))
-            .expect("a world has ranks");
+            .expect("every matrix may have an owner");
         loads[rank] = load_with_chunk(rank);
         assignment[rank][class] += size;
     }
@@ -57,7 +59,7 @@ fn longest_first(classes: &[Class], world_size: usize, chunk_cost: f64) -> Assig
 /// expensive chunk comes first.
 fn chunks(classes: &[Class], chunk_cost: f64) -> Vec<(usize, usize)> {
     let mut chunks = vec![];
-    for (index, Class { cost, matrices }) in classes.iter().enumerate() {
+    for (index, Class { cost, matrices, .. }) in classes.iter().enumerate() {
         // The cast saturates: negative sizes become 0, and infinite ones the largest number.
         let size = (((chunk_cost - cost.fixed) / cost.each) as usize).clamp(1, matrices.len());
         // Chunks of one class are of one size, except for the last.
@@ -111,10 +113,12 @@ fn exchanges(
     let owned =
         move |rank: usize| (0..classes.len()).filter(move |&class| assignment[rank][class] > 0);
     owned(giver).flat_map(move |given_class| {
-        let receivers = (0..assignment.len()).filter(move |&rank| rank != giver);
+        let receivers = (0..assignment.len())
+            .filter(move |&rank| rank != giver && classes[given_class].allows(rank));
         receivers.flat_map(move |receiver| {
             // The same class back would change nothing.
-            let others = owned(receiver).filter(move |&class| class != given_class);
+            let others = owned(receiver)
+                .filter(move |&class| class != given_class && classes[class].allows(giver));
             iter::once(None).chain(others.map(Some)).map(move |returned_class| Exchange {
                 giver,
                 receiver,

@@ -1,15 +1,29 @@
 //! Assignments of matrices to ranks, as numbers of interchangeable matrices, and their loads.
 
+use std::collections::BTreeMap;
+
 use super::ShapeCost;
 
 /// A matrix, or a whole parameter: the index of its parameter in the plan, and its index in the
 /// parameter.
-pub(super) type Matrix = (usize, usize);
+pub type Matrix = (usize, usize);
+
+/// The ranks that may own a matrix, in ascending order: of each that not every rank may own.
+pub type Candidates = BTreeMap<Matrix, Vec<usize>>;
 
 /// Interchangeable matrices: loads stay the same if two of them swap ranks.
 pub(super) struct Class {
     pub cost: ShapeCost,
     pub matrices: Vec<Matrix>,
+    /// The ranks that may own them. `None` for all ranks.
+    pub candidates: Option<Vec<usize>>,
+}
+
+impl Class {
+    /// Returns `true` if a rank may own the matrices.
+    pub fn allows(&self, rank: usize) -> bool {
+        self.candidates.as_ref().is_none_or(|ranks| ranks.contains(&rank))
+    }
 }
 
 /// The number of matrices of each class that each rank owns: `[rank][class]`.

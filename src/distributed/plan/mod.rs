@@ -37,8 +37,9 @@ pub use cost::Costs;
 pub use cost::ShapeCost;
 #[doc(hidden)]
 pub use element_counts::Counts;
+pub(super) use loads::Candidates;
 pub(super) use node_order::node_order;
-pub use report::{RankReport, Report};
+pub use report::{GroupReport, RankReport, Report};
 pub(crate) use slice_elements::Slice;
 #[doc(hidden)]
 pub use slice_elements::{Cut, Slices};
@@ -115,9 +116,9 @@ pub enum Work {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Balancing {
-    #[doc(hidden)] // the baseline of tests and benches
     /// Ranks take turns: the first matrix goes to rank 0, the next to rank 1, and so on, shape
-    /// after shape.
+    /// after shape, as in nanochat (<https://github.com/karpathy/nanochat>). Costs do not count:
+    /// the baseline of comparisons.
     BlockCyclic,
     /// Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969):
     /// each matrix, in descending order of cost, goes to the rank that then finishes soonest. The
@@ -226,12 +227,23 @@ impl Plan {
         config: &PlanConfig,
         costs: &Costs,
     ) -> Result<Self> {
+        Self::among(parameters, world_size, config, (costs, &Candidates::new()))
+    }
+
+    /// [`new`](Self::new), with an owner among its candidates for every matrix.
+    pub(super) fn among(
+        parameters: Vec<Parameter>,
+        world_size: usize,
+        config: &PlanConfig,
+        (costs, candidates): (&Costs, &Candidates),
+    ) -> Result<Self> {
         check(&parameters, world_size, config)?;
         costs.check(&parameters)?;
         // Before the owners: which matrices are a batch, and share a fixed cost, depends on the
         // buckets.
         let layout = bucket::layout(&parameters, config);
-        let owners = owners::owners(&parameters, &layout, world_size, config.balancing, costs);
+        let work = (costs, candidates);
+        let owners = owners::owners(&parameters, &layout, world_size, config.balancing, work);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
     }
 

@@ -25,14 +25,22 @@ pub(super) fn improve(classes: &[Class], start: Assignment, time_limit_s: f64) -
     {
         return start;
     }
-    // Ranks are interchangeable: the program asks for descending numbers of the first class, and
-    // its initial solution has to satisfy that.
     let mut sorted = start.clone();
-    sorted.sort_by(|a, b| b.cmp(a));
+    if are_interchangeable(classes) {
+        // The program asks for descending numbers of the first class, and its initial solution has
+        // to satisfy that.
+        sorted.sort_by(|a, b| b.cmp(a));
+    }
     match solve(classes, &sorted, start_load, time_limit_s) {
         Some(assignment) if makespan(classes, &assignment) < start_load => assignment,
         _ => start,
     }
+}
+
+/// Returns `true` if every rank may own every matrix, so that a permutation of the ranks changes no
+/// load.
+fn are_interchangeable(classes: &[Class]) -> bool {
+    classes.iter().all(|class| class.candidates.is_none())
 }
 
 /// A lower bound on the load of the busiest rank: the mean load if every class were one batch, or
@@ -56,8 +64,12 @@ fn solve(
     let busiest = variables.add(variable().min(min_load).max(1).initial(1));
     let ranks: Vec<Vec<ClassVariables>> = start
         .iter()
-        .map(|counts| {
-            let add = |(class, &count)| ClassVariables::new(&mut variables, class, count);
+        .enumerate()
+        .map(|(rank, counts)| {
+            let add = |(class, &count): (&Class, &usize)| {
+                let max = if class.allows(rank) { class.matrices.len() } else { 0 };
+                ClassVariables::new(&mut variables, class, [count, max])
+            };
             classes.iter().zip(counts).map(add).collect()
         })
         .collect();
@@ -78,7 +90,7 @@ fn solve(
         }
     }
     // Solutions that differ only in the order of the ranks are searched once.
-    for pair in ranks.windows(2) {
+    for pair in ranks.windows(2).filter(|_| are_interchangeable(classes)) {
         model.add_constraint(Expression::from(pair[0][0].count).geq(pair[1][0].count));
     }
     let model = model.with_time_limit(time_limit_s).with_mip_gap(GAP).ok()?;
@@ -95,9 +107,9 @@ struct ClassVariables {
 }
 
 impl ClassVariables {
-    fn new(variables: &mut ProblemVariables, class: &Class, start: usize) -> Self {
-        let max = class.matrices.len() as f64;
-        let count = variable().integer().min(0).max(max).initial(start as f64);
+    /// The variables of a rank that owns `start` matrices of a class, and may own `max` of them.
+    fn new(variables: &mut ProblemVariables, class: &Class, [start, max]: [usize; 2]) -> Self {
+        let count = variable().integer().min(0).max(max as f64).initial(start as f64);
         let any = variable().binary().initial(if start > 0 { 1.0 } else { 0.0 });
         Self {
             count: variables.add(count),

@@ -1,37 +1,41 @@
 //! The choice of an owner for every matrix and every whole parameter.
 
+use std::collections::BTreeMap;
+
 use super::bucket::{BucketContents, BucketKind};
 use super::greedy::greedy;
-use super::loads::{Assignment, Class, Matrix};
+use super::loads::{Assignment, Candidates, Class, Matrix};
 #[cfg(feature = "optimal")]
 use super::optimal;
 use super::{Balancing, Costs, Parameter, ShapeCost, Work};
 
 /// Returns the owner of every matrix and every whole parameter: one list per parameter.
 ///
-/// Whole parameters that have a cost are balanced together with the matrices. All others are
-/// balanced among themselves, by their elements, which do not have the unit of `costs`.
+/// A matrix goes to one of its candidates. Whole parameters that have a cost are balanced together
+/// with the matrices. All others are balanced among themselves, by their elements, which do not
+/// have the unit of `costs`.
 pub(super) fn owners(
     parameters: &[Parameter],
     layout: &[BucketContents],
     world_size: usize,
     balancing: Balancing,
-    costs: &Costs,
+    (costs, candidates): (&Costs, &Candidates),
 ) -> Vec<Vec<usize>> {
     let batches = batches(parameters, layout);
     let ranks_of_matrices: Vec<(Matrix, usize)> = match balancing {
         Balancing::BlockCyclic => {
             let matrices = batches.into_iter().flat_map(|(_, matrices)| matrices);
             // The baseline: one matrix after the other, whatever each costs.
-            matrices.zip((0..world_size).cycle()).collect()
+            let turns = matrices.zip((0..world_size).cycle());
+            turns.map(|(matrix, turn)| (matrix, in_turn(candidates.get(&matrix), turn))).collect()
         }
         Balancing::Greedy => {
-            let classes = classes(parameters, batches, costs);
+            let classes = classes(parameters, batches, costs, candidates);
             assign(&classes, &greedy(&classes, world_size)).collect()
         }
         #[cfg(feature = "optimal")]
         Balancing::Optimal { time_limit_s } => {
-            let classes = classes(parameters, batches, costs);
+            let classes = classes(parameters, batches, costs, candidates);
             let start = greedy(&classes, world_size);
             // From the greedy plan, so that a search without time returns at least that.
             assign(&classes, &optimal::improve(&classes, start, time_limit_s)).collect()
@@ -53,6 +57,11 @@ pub(super) fn owners(
     owners
 }
 
+/// The rank whose turn it is, of those that may own a matrix.
+fn in_turn(candidates: Option<&Vec<usize>>, turn: usize) -> usize {
+    candidates.map_or(turn, |ranks| ranks[turn % ranks.len()])
+}
+
 /// The whole parameters that have a cost, the most expensive first. All of one cost are one class.
 fn whole(parameters: &[Parameter], cost: impl Fn(&Parameter) -> Option<f64>) -> Vec<Class> {
     let whole = parameters.iter().enumerate().filter(|(_, p)| p.work == Work::Whole);
@@ -63,6 +72,7 @@ fn whole(parameters: &[Parameter], cost: impl Fn(&Parameter) -> Option<f64>) -> 
     let class = |costs: &[(f64, Matrix)]| Class {
         cost: ShapeCost { fixed: 0.0, each: costs[0].0 },
         matrices: costs.iter().map(|(_, matrix)| *matrix).collect(),
+        candidates: None,
     };
     // The largest first, as the greedy assignment expects its classes.
     costs.chunk_by(|(a, _), (b, _)| a == b).map(class).collect()
@@ -94,13 +104,15 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
 
 /// The classes of interchangeable matrices and whole parameters, the most expensive first.
 ///
-/// The matrices of one batch are interchangeable. So are matrices of different batches if they cost
-/// the same and share no fixed cost with other matrices. There may be no fixed cost, or each of
-/// them is alone in its batch.
+/// The matrices of one batch with the same candidates are interchangeable. So are matrices of
+/// different batches if they cost the same and share no fixed cost with other matrices. There may
+/// be no fixed cost, or each of them is alone in its batch. A batch with several sets of candidates
+/// is several classes, in each of which a rank pays the fixed cost.
 fn classes(
     parameters: &[Parameter],
     batches: Vec<([usize; 2], Vec<Matrix>)>,
     costs: &Costs,
+    candidates: &Candidates,
 ) -> Vec<Class> {
     let mut classes = whole(parameters, |parameter| costs.of_whole(&parameter.path));
     for (shape, matrices) in batches {
@@ -109,10 +121,20 @@ fn classes(
             1 => ShapeCost { fixed: 0.0, each: costs.of(shape).batch(1) },
             _ => costs.of(shape),
         };
-        // A fixed cost is shared inside of a batch only, so such batches are not merged.
-        match classes.iter_mut().find(|class| cost.fixed == 0.0 && class.cost == cost) {
-            Some(class) => class.matrices.extend(matrices),
-            None => classes.push(Class { cost, matrices }),
+        let mut alike: BTreeMap<Option<&Vec<usize>>, Vec<Matrix>> = BTreeMap::new();
+        for matrix in matrices {
+            alike.entry(candidates.get(&matrix)).or_default().push(matrix);
+        }
+        for (candidates, matrices) in alike {
+            let candidates = candidates.cloned();
+            // A fixed cost is shared inside of a batch only, so such batches are not merged.
+            let same = |class: &&mut Class| {
+                cost.fixed == 0.0 && class.cost == cost && class.candidates == candidates
+            };
+            match classes.iter_mut().find(same) {
+                Some(class) => class.matrices.extend(matrices),
+                None => classes.push(Class { cost, matrices, candidates }),
+            }
         }
     }
     // Stable: classes of one cost stay in the order of the layout, so that equal arguments give

@@ -189,6 +189,38 @@ fn block_cyclic_assigns_matrices_in_turn() {
 }
 
 #[test]
+fn matrices_go_to_their_candidates_in_every_balancing() {
+    // Two layers of experts, of which the even ranks have the first half, and a matrix that every
+    // rank may own, as expensive as eight experts.
+    let experts = ["a", "b"].map(|path| stack(path, 8, [16, 16]));
+    let parameters = [&experts[..], &[stack("wide", 1, [32, 32])]].concat();
+    let ranks = |matrix: usize| if matrix < 4 { vec![0, 2] } else { vec![1, 3] };
+    let matrices = (0..2).flat_map(|index| (0..8).map(move |matrix| (index, matrix)));
+    let candidates: Candidates =
+        matrices.map(|(index, matrix)| ((index, matrix), ranks(matrix))).collect();
+    for fixed in FIXED {
+        let costs = costs(&parameters, fixed);
+        for balancing in [
+            Balancing::BlockCyclic,
+            Balancing::Greedy,
+            #[cfg(feature = "optimal")]
+            Balancing::Optimal { time_limit_s: 0.5 },
+        ] {
+            let work = (&costs, &candidates);
+            let plan = Plan::among(parameters.clone(), 4, &config_with(balancing), work).unwrap();
+            for ((index, matrix), ranks) in &candidates {
+                assert!(ranks.contains(&plan.owner(*index, *matrix)), "{balancing:?}, {fixed}");
+            }
+            if balancing != Balancing::BlockCyclic {
+                let half = costs.of([16, 16]).batch(8);
+                let wide = costs.of([32, 32]).batch(1);
+                assert!(max_load(&plan, &costs) <= half / 2.0 + wide + fixed, "{balancing:?}");
+            }
+        }
+    }
+}
+
+#[test]
 fn whole_parameters_are_balanced_by_their_elements() {
     let whole = |path: &str, len| Parameter { work: Work::Whole, ..elements(path, &[len]) };
     let parameters = [whole("a", 30), stack("b", 1, [8, 8]), whole("c", 50), whole("d", 20)];
@@ -343,6 +375,10 @@ fn the_report_prints_as_a_table() {
     let costs = Costs::new([([8, 8], ShapeCost { fixed: 1.0, each: 2.0 })]);
     let report = plan(&parameters, 2, Balancing::BlockCyclic, &costs).report(&costs);
     let text = "\
+| count | shape  | owners     |
+|-------|--------|------------|
+| 3     | [8, 8] | 0: 2, 1: 1 |
+
 | rank | matrices | cost    | bytes |
 |------|----------|---------|-------|
 | 0    | 2        | 5.000e0 | 1536  |

@@ -1,6 +1,7 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
 mod adapters;
+mod balancing;
 mod identities;
 pub mod rejections;
 
@@ -42,6 +43,7 @@ pub const EVERYWHERE: &[Case] = cases![
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     adapters_of_a_divided_base_train_as_on_one_rank,
     checkpoints_with_a_divided_base_continue_on_other_ranks,
+    every_balancing_of_divided_parameters_trains_as_one_rank,
 ];
 
 use adapters::{
@@ -49,6 +51,14 @@ use adapters::{
     adapters_of_a_divided_base_train_as_on_one_rank,
     checkpoints_with_a_divided_base_continue_on_other_ranks,
     places_of_frozen_parameters_are_checked,
+};
+use balancing::{
+    a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,
+    a_table_of_owners_that_are_chosen_together_waits_for_the_division,
+    every_balancing_of_divided_parameters_trains_as_one_rank,
+    experts_in_slices_have_owners_among_the_ranks_that_hold_them,
+    loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
+    owners_of_a_divided_model_are_those_of_its_balancing,
 };
 use identities::{
     averages_are_those_of_whole_parameters,
@@ -94,6 +104,11 @@ pub const IN_PROCESS: &[Case] = cases![
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
     a_divided_base_is_held_in_parts_and_never_reduced,
     places_of_frozen_parameters_are_checked,
+    loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
+    owners_of_a_divided_model_are_those_of_its_balancing,
+    experts_in_slices_have_owners_among_the_ranks_that_hold_them,
+    a_table_of_owners_that_are_chosen_together_waits_for_the_division,
+    a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,
 ];
 
 const WIDTH: usize = 16;

@@ -373,3 +373,43 @@ fn recipes_bring_their_clip_and_their_iteration() {
         assert!(losses.len() == 3 && losses[2] < losses[0], "{losses:?}");
     }
 }
+
+#[test]
+fn a_divided_run_prints_its_plan_and_continues_under_another() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --eval-every 2 --sample 0 --ranks 2 --owned dp";
+    let train = |more: &str| succeed(folder.path(), &format!("{flags} {more}"));
+    let log = |name: &str| log(&folder.path().join(name));
+    train("--steps 4 --log greedy.jsonl");
+    let planned = "--balancing block-cyclic --costs measured";
+    let stdout = train(&format!("--steps 4 {planned} --log turns.jsonl --save turns.bpk"));
+    let [greedy, turns] = ["greedy.jsonl", "turns.jsonl"].map(|name| per_step(&log(name), "loss"));
+    assert_eq!(greedy, turns, "a plan changes no bit");
+    assert!(stdout.contains("plan: block-cyclic, costs in measured seconds"), "{stdout}");
+    let rows: Vec<Vec<&str>> =
+        stdout.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    let header = rows.iter().position(|row| *row == ["", "count", "shape", "owners", ""]);
+    let groups = &rows[header.expect("a line for every shape") + 2..];
+    let groups: Vec<_> = groups.iter().take_while(|row| row.len() == 5).collect();
+    assert!(groups.iter().any(|row| row[2] == "[128, 128]"), "{stdout}");
+    for row in &groups {
+        let count: usize = row[1].parse().unwrap();
+        let each = row[3].strip_prefix("0-1: ").and_then(|rest| rest.strip_suffix(" each"));
+        let each: usize = each.unwrap_or_else(|| panic!("{stdout}")).parse().unwrap();
+        assert_eq!(2 * each, count, "{stdout}");
+    }
+    let loads = rows.iter().position(|row| *row == ["", "rank", "matrices", "cost", "bytes", ""]);
+    let loads = &rows[loads.expect("the load of every rank") + 2..];
+    assert!(loads[..2].iter().all(|row| row[3].parse::<f64>().unwrap() > 0.0), "{stdout}");
+
+    // In new processes, under its own plan and under another.
+    let resume = |name: &str, planned: &str| {
+        let flags = "--ranks 2 --owned dp --resume turns.bpk --steps 6 --sample 0";
+        succeed(folder.path(), &format!("{flags} {planned} --log {name}"));
+        per_step(&log(name), "loss")
+    };
+    let [own, other] = [("own.jsonl", "block-cyclic"), ("other.jsonl", "greedy")]
+        .map(|(name, balancing)| resume(name, &format!("--balancing {balancing}")));
+    assert_eq!(own.len(), 2);
+    assert_eq!(own, other);
+}

@@ -14,8 +14,7 @@ use crate::backend::precise_dtype;
 use crate::comm::World;
 use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
-use crate::distributed::measured_costs::costs;
-use crate::distributed::optimizer::{bytes_of_parameter, ensure_exchangeable, plan};
+use crate::distributed::optimizer::{bytes_of_parameter, costs, ensure_exchangeable, plan};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
 use crate::distributed::trainable::{self, ModelParameter, Trainable, UpdateKind};
 use crate::error::{Error, Result};
@@ -121,7 +120,7 @@ impl fmt::Display for MemoryForecast {
 impl DistMuonConfig {
     /// Returns the bytes that every one of `ranks` ranks on `nodes` nodes would hold, before
     /// anything is allocated: no rank runs, and parameters that are not initialised yet stay so.
-    /// `layout` makes the layout of a rank, as in the run.
+    /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
     /// The tensors of the model, its gradients and the optimizer count, as in
     /// [`MemoryReport`](crate::distributed::MemoryReport), and the messages of an engine that sends
@@ -161,17 +160,18 @@ impl DistMuonConfig {
     ) -> Result<MemoryForecast, E> {
         self.check()?;
         let device = device_of(model);
-        let planned = |rank: usize| -> Result<PlannedRank<'_>, E> {
+        let planned = |rank: usize, first: Option<&Layout>| -> Result<PlannedRank<'_>, E> {
             // A world for each rank, since a layout knows the rank that it is on.
             let world = Planned::world(rank, ranks, nodes, device.clone())?;
-            Ok(PlannedRank::new(self, layout(&world)?, model)?)
+            let layout = layout(&world)?.with_config(self.clone());
+            Ok(PlannedRank::new(self, layout, first, model)?)
         };
         // One plan for all: it is the same on every rank.
-        let first = planned(0)?;
+        let first = planned(0, None)?;
         let plan = first.plan()?;
         let mut all = vec![first.memory(&plan, 0)];
         for rank in 1..ranks {
-            all.push(planned(rank)?.memory(&plan, rank));
+            all.push(planned(rank, Some(&first.layout))?.memory(&plan, rank));
         }
         Ok(MemoryForecast { ranks: all })
     }
@@ -193,8 +193,14 @@ struct PlannedRank<'a> {
 }
 
 impl<'a> PlannedRank<'a> {
-    fn new<M: Module>(config: &'a DistMuonConfig, layout: Layout, model: &M) -> Result<Self> {
-        let found = layout.divide(model)?;
+    /// A rank with this layout, with the owners of the first rank's.
+    fn new<M: Module>(
+        config: &'a DistMuonConfig,
+        layout: Layout,
+        first: Option<&Layout>,
+        model: &M,
+    ) -> Result<Self> {
+        let found = layout.divide(model, first)?;
         let routing = config.muon.route_found(&found)?;
         let trainable = trainable::of_model(&routing, &found, &layout.cut_parameters())?;
         layout.check_planned(&trainable.planned)?;
@@ -204,8 +210,8 @@ impl<'a> PlannedRank<'a> {
     fn plan(&self) -> Result<Plan> {
         let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
         ensure_exchangeable(&parameters, world.rank())?;
-        let (trainable, updates) = (&self.trainable.trainable, self.routing.updates());
-        let costs = costs(self.config.costs, world, &parameters, trainable, updates)?;
+        let work = (&self.trainable.trainable[..], self.routing.updates());
+        let costs = costs(self.config, &self.layout, &parameters, work)?;
         plan(self.config, &self.layout, parameters, &costs)
     }
 

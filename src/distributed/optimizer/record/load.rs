@@ -7,7 +7,6 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
-use super::super::busy::Busy;
 use super::super::custom_states::{fill_own, own_problem};
 use super::super::device_counters::Counters;
 use super::super::divided_model::DividedModel;
@@ -15,6 +14,7 @@ use super::super::loss_scale::LossScale;
 use super::contents::{LOSS_SCALE, LOSS_SCALE_STEPS};
 use crate::checkpoint::{Archive, States};
 use crate::comm::World;
+use crate::distributed::busy::Busy;
 use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};

@@ -19,9 +19,9 @@ use burn::tensor::TensorData;
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::DistModuleOptimizer;
-use super::busy::Busy;
 use super::custom_states::OwnStates;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saver, States};
+use crate::distributed::busy::Busy;
 use crate::error::Result;
 use crate::load_difference::Difference;
 use contents::{Counter, recorded};

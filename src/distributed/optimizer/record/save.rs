@@ -9,10 +9,10 @@ use serde::Serialize;
 
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
-use super::super::busy::Busy;
 use super::super::custom_states::OwnStates;
 use super::super::divided_model::DividedModel;
 use crate::checkpoint::{self, Contents, Saver, Saving};
+use crate::distributed::busy::Busy;
 use crate::distributed::plan::{Bucket, BucketKind, InBuffer};
 use crate::error::Result;
 use crate::parameters;
