@@ -5,7 +5,7 @@
 //! after every recorded step. Ranks, engine and placement are written down beside the chain, and
 //! are no part of it: where [equal bits] are promised, the chains are equal on any of them.
 //!
-//! The hashes are XXH3 in 128 bits. They tell runs apart that differ by accident; they prove nothing
+//! The hashes are XXH3 in 128 bits. They tell runs apart that differ by accident, and prove nothing
 //! about a file that someone has forged.
 //!
 //! [equal bits]: crate::guide::ranks

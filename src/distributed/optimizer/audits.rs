@@ -1,11 +1,11 @@
 //! Audits: another rank computes matrices of a rank again, and both compare bits before any rank is
 //! given the new values.
 //!
-//! An audit is of one bucket, and the next one of the next bucket. Every rank audits the rank before
-//! it, in the batches of that rank and with its kernels, so that equal inputs have equal bits. The
-//! gradients are reduced a second time, to the auditor, which also has the old values. The momentum
-//! and the other states have one owner. It sends them, with checksums that it took at the end of the
-//! step before: a bit that has flipped since then differs from its checksum.
+//! An audit is of one bucket, and the next one of the next bucket. Every rank audits the rank
+//! before it, in the batches of that rank and with its kernels, so that equal inputs have equal
+//! bits. The gradients are reduced a second time, to the auditor, which also has the old values.
+//! The momentum and the other states have one owner. It sends them, with checksums that it took at
+//! the end of the step before: a bit that has flipped since then differs from its checksum.
 
 use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
@@ -43,7 +43,7 @@ pub struct Audit {
     pub bucket: usize,
     /// The shard of the rank before this one.
     pub shard: Shard,
-    /// Its gradients, once they are reduced.
+    /// The gradients of that shard, once they are reduced.
     pub gradients: Vec<Tensor<1>>,
     on_failure: OnAuditFailure,
     /// The checksums of this rank's own states before the step.
@@ -125,7 +125,7 @@ impl Audits {
             bucket,
             gradients: vec![],
             on_failure: self.on_failure,
-            // Without earlier ones, as after a load, those of now.
+            // Without earlier ones, as after a load, the present ones.
             before: kept.unwrap_or_else(|| sums(&shards[bucket])),
             matrices: matrices(&shard.bucket, divided),
             shard,
@@ -184,7 +184,7 @@ impl Audit {
         self.shard.take(&mut parameters.references(&self.shard.bucket))
     }
 
-    /// Returns `flags` with those of parameters whose gradients are not usable.
+    /// Sets the flags of parameters whose gradients are not usable.
     pub fn reject(&self, flags: Tensor<1>) -> Tensor<1> {
         self.shard.reject(&self.gradients, flags)
     }

@@ -242,7 +242,7 @@ impl<'a> StepInProgress<'a> {
         // The results of earlier calls come first.
         self.land_all()?;
         let states = states.wait()?;
-        let audit = self.audit.as_mut().expect("it is taken after the update");
+        let audit = self.audit.as_mut().expect("an audit is taken after the update");
         audit.shard.set_all_states(&states);
         Ok(values)
     }

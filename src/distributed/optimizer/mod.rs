@@ -213,7 +213,8 @@ impl DistModuleOptimizer {
     ///   [`DistMuonConfig::check_every`](super::DistMuonConfig::check_every) steps, if ranks have
     ///   other bits of what they hold in common;
     /// - [`Error::Audited`](crate::Error::Audited) in a step that is
-    ///   [audited](super::DistMuonConfig::audit_every), if two ranks have other bits of its results;
+    ///   [audited](super::DistMuonConfig::audit_every), if two ranks have other bits of its
+    ///   results;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory
     ///   for the gradients or the step. It names the first parameter that could not be updated, or
     ///   on several ranks the first parameter of the bucket;

@@ -138,8 +138,8 @@ impl Bucket {
         Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
     }
 
-    /// The bucket in which every rank has the shard of the rank before it, and rank 0 that of the
-    /// last one.
+    /// The bucket in which every rank has the shard of the rank before it, and rank 0 the last
+    /// one.
     ///
     /// # Panics
     ///
