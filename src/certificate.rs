@@ -235,7 +235,8 @@ fn digest_of<M: Module>(model: &M) -> String {
         fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
             let data = param.val().without_autodiff().into_data();
             // The lengths are in the text, so that no two models are one sequence of bytes.
-            let of = format!("{} {:?} {:?}\n", parameters::path(fields), data.shape, data.dtype);
+            let of =
+                format!("{} {:?} {:?}\n", parameters::path(fields), data.shape(), data.dtype());
             self.0.update(of.as_bytes());
             self.0.update(data.as_bytes());
         }

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::bucket_shard::Shard;
-use super::decisions::{Decisions, StepControls, StepInputs};
+use super::decisions::Decisions;
 use super::detached_parameters::FlatTensors;
 use super::divided_model::DividedModel;
 use crate::checksum;
@@ -284,10 +284,10 @@ impl From<Finding> for Error {
 /// Faults that only the crate itself can make: in a state, and in the rules of an owner.
 #[cfg(test)]
 mod tests {
-    use burn::module::Module;
-    use burn::nn::{Linear, LinearConfig};
+    use burn::module::{Module, Param};
+    use burn::nn::Linear;
     use burn::optim::GradientsParams;
-    use burn::tensor::Device;
+    use burn::tensor::{Device, Int};
 
     use super::*;
     use crate::distributed::optimizer::DistModuleOptimizer;
@@ -307,7 +307,12 @@ mod tests {
 
     impl Net {
         fn new(device: &Device) -> Self {
-            let linear = |_| LinearConfig::new(8, 8).with_bias(false).init(device);
+            // The same in every run.
+            let linear = |index: i64| {
+                let weight = Tensor::<1, Int>::arange(index..index + 64, device).float().sin();
+                let weight = weight.reshape([8, 8]).require_grad();
+                Linear { weight: Param::from_tensor(weight), bias: None }
+            };
             Self { layers: (0..6).map(linear).collect() }
         }
     }
