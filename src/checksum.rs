@@ -1,11 +1,21 @@
 //! A checksum of the bits of tensors, by which ranks notice that their values differ.
 
+use std::ops::Range;
+
 use burn::tensor::Tensor;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The checksum of the bits of a tensor, on the host: of any NaN, and of the sign of zeros.
 pub(crate) fn of_bits<const D: usize>(tensor: Tensor<D>) -> u64 {
     xxh3_64(tensor.into_data().as_bytes())
+}
+
+/// The checksums of the bits of ranges of elements of a tensor, which is read once.
+pub(crate) fn of_parts(tensor: Tensor<1>, parts: impl Iterator<Item = Range<usize>>) -> Vec<u64> {
+    let size = tensor.dtype().size();
+    let data = tensor.into_data();
+    let bytes = data.as_bytes();
+    parts.map(|part| xxh3_64(&bytes[part.start * size..part.end * size])).collect()
 }
 
 #[cfg(test)]

@@ -138,6 +138,16 @@ pub enum Error {
         /// The remedy.
         remedy: &'static str,
     },
+    /// The certificate of a run can't be read or written.
+    #[error("certificate {path:?}: {reason}; {remedy}")]
+    Certificate {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        reason: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
     /// The run that saved a file or record had another model or optimizer.
     #[error(
         "{saved} is of another run:{}; make model and optimizer as they were when it was saved, or \
@@ -272,6 +282,28 @@ pub enum Error {
         expected: String,
         /// The ranks that do not, and the number of other parameters and states that differ.
         got: String,
+    },
+    /// A rank that has computed a matrix again has other bits than the owner of the matrix.
+    #[error(
+        "the audit of parameter `{parameter}` in its step {step} has failed on rank {rank}: \
+         expected its {part} to be as rank {auditor} computed it again, got other bits{}; load the \
+         last checkpoint on all ranks, and look for memory or a device that fails on these two \
+         ranks, or for another build of the program on one of them",
+        and_more(*more)
+    )]
+    Audited {
+        /// The first parameter that differs.
+        parameter: String,
+        /// ``state `momentum` before the step``, ``state `momentum` `` or `new value`.
+        part: String,
+        /// The number of the step among those that the parameter has taken, from 1.
+        step: usize,
+        /// The owner of the matrix, which has computed the step.
+        rank: usize,
+        /// The rank that has computed it again. Either of the two may be wrong.
+        auditor: usize,
+        /// The number of other states and values of the same owner that differ.
+        more: usize,
     },
     /// A setting of a rank differs from rank 0's.
     #[error(
@@ -413,6 +445,14 @@ impl Error {
         remedy: &'static str,
     ) -> Self {
         Self::Parameter { parameter: parameter.to_owned(), rank, reason: reason.into(), remedy }
+    }
+}
+
+/// The number of further differences in an error, if there are any.
+fn and_more(more: usize) -> String {
+    match more {
+        0 => String::new(),
+        _ => format!(", and in {more} more values and states"),
     }
 }
 

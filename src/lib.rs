@@ -87,6 +87,7 @@
 //! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the assignment of matrices to ranks |
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
 //! | [`recipe`] | [`Recipe`], settings with which others train by Muon, with their sources |
+//! | [`certificate`] | a hash chain of what a run was trained with, and of its weights |
 //! | [`checkpoint`] | saving and loading the state of a run as one file, which is replaced atomically |
 //! | [`exchange`] | weights and states as safetensors, for PyTorch and back |
 //! | [`link`] | [`Link`](link::Link), a differentiable operation whose value is computed elsewhere |
@@ -124,6 +125,7 @@
 pub mod account;
 mod backend;
 mod blocks;
+pub mod certificate;
 pub mod checkpoint;
 mod checks;
 mod checksum;

@@ -83,6 +83,12 @@ pub struct Options {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]
     pub save: Option<PathBuf>,
+    /// File for a hash chain of settings, data and the weights after every step.
+    ///
+    /// Two runs with equal chains had equal weights. With --resume, the file is continued.
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
+    #[arg(conflicts_with = "compare", help_heading = "Checkpoints")]
+    pub certificate: Option<PathBuf>,
     /// Checkpoint to continue from, on any number of ranks.
     ///
     /// The settings are those of the saved run. Only --steps may differ.

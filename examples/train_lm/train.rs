@@ -11,6 +11,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use distmuon::GradientBuffer;
+use distmuon::certificate::Certificate;
 use distmuon::comm::World;
 use distmuon::distributed::GroupDiagnostics;
 use distmuon::qk_clip::ClippedHeads;
@@ -82,7 +83,8 @@ struct Training<'a> {
     norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     progress: Progress,
     clock: Clock,
-    /// On rank 0 only.
+    /// On rank 0 only, as the display.
+    certificate: Option<Certificate>,
     display: Option<Display<'a>>,
 }
 
@@ -168,9 +170,67 @@ impl Run<'_> {
         let (model, optim, progress) = self.start(world, model)?;
         let display = || Display::new(&name, self.plan.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
-        let (clip, clock) = (clip.transpose()?, Clock::default());
-        let training = Training { model, optim, clip, norms: vec![], progress, clock, display };
+        let certificate = self.certificate(world, &model, &optim, &progress)?;
+        let training = Training {
+            model,
+            optim,
+            clip: clip.transpose()?,
+            norms: vec![],
+            progress,
+            clock: Clock::default(),
+            certificate,
+            display,
+        };
         self.finish(world, self.steps(world, training)?)
+    }
+
+    /// Starts the certificate of a run, or continues that of the run that is resumed. All ranks
+    /// make this call.
+    fn certificate(
+        &self,
+        world: &World,
+        model: &Gpt,
+        optim: &Optim,
+        Progress { step, .. }: &Progress,
+    ) -> Result<Option<Certificate>> {
+        let Some(path) = &self.options.certificate else { return Ok(None) };
+        let (whole, described) = (optim.whole(model)?, world.describe()?);
+        if !world.is_main() {
+            return Ok(None);
+        }
+        // The file of the text may lie elsewhere: its digest tells texts apart. A resumed run may
+        // be given more steps, of which the chain has the weights.
+        let settings = Settings { data: None, steps: 0, ..self.settings.clone() };
+        let new = Certificate::new(&settings, format!("{:016x}", self.corpus.fingerprint));
+        let mut certificate = match self.options.resume.is_some() && path.exists() {
+            true => Certificate::read(path)?.resume(&new, *step, &whole)?,
+            false => {
+                let mut new = new;
+                new.record(*step, &whole)?;
+                new
+            }
+        };
+        certificate.computed_by(format!("{described}\n{:?}", self.options.sharding));
+        Ok(Some(certificate))
+    }
+
+    /// Adds the weights after a step to the certificate. All ranks make this call.
+    fn certify(&self, training: &mut Training) -> Result<()> {
+        if self.options.certificate.is_none() {
+            return Ok(());
+        }
+        let whole = training.optim.whole(&training.model)?;
+        let step = training.progress.step;
+        let Some(certificate) = &mut training.certificate else { return Ok(()) };
+        Ok(certificate.record(step, &whole)?)
+    }
+
+    /// Writes the certificate, on rank 0.
+    fn write_certificate(&self, training: &Training) -> Result<()> {
+        match (&training.certificate, &self.options.certificate) {
+            (Some(certificate), Some(path)) => Ok(certificate.write(path)?),
+            _ => Ok(()),
+        }
     }
 
     /// Trains up to the last step, or until Ctrl-C.
@@ -200,6 +260,7 @@ impl Run<'_> {
             training.clock.count(start, optimizer_start);
             training.progress.step += 1;
 
+            self.certify(&mut training)?;
             let step = training.progress.step;
             if let (Some(account), Some(display)) = (training.optim.account()?, &training.display) {
                 display.account(step, &account)?;
@@ -230,6 +291,9 @@ impl Run<'_> {
         // Nothing is shown of parameters that are still in flight.
         world.comm().synchronize()?;
         let step = training.progress.step;
+        // Before the checkpoint: a certificate may have further steps than the checkpoint that is
+        // resumed, and not fewer.
+        self.write_certificate(&training)?;
         let stopped = match step < self.settings.steps {
             true => Some((step, self.save_stopped(&mut training)?)),
             false => None,
@@ -329,8 +393,9 @@ impl Run<'_> {
             return Ok(());
         }
         self.validate((world, optim.data(world)), model, progress, display.as_ref())?;
-        let save = |path| optim.save(path, model, progress);
-        self.options.save.as_deref().map_or(Ok(()), save)
+        let Some(path) = &self.options.save else { return Ok(()) };
+        self.write_certificate(training)?;
+        training.optim.save(path, &training.model, &training.progress)
     }
 
     /// Saves a run that Ctrl-C has stopped, and returns the path of the checkpoint.

@@ -45,6 +45,17 @@ pub enum Publish {
     AtFirstUse,
 }
 
+/// The consequence of an audit that finds other bits than the owner of a matrix has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum OnAuditFailure {
+    /// The step fails with [`Error::Audited`] on all ranks, before any rank has a new value of the
+    /// matrix.
+    Stop,
+    /// Rank 0 logs the text of the error as a warning, and the step goes on with the owner's bits.
+    Warn,
+}
+
 /// The type in which the gradients of parameters in half precision are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -184,6 +195,20 @@ pub struct DistMuonConfig {
     /// step, unless the owner has it: then all have it. Frozen parameters are not compared.
     #[config(default = "CHECK_EVERY")]
     pub check_every: usize,
+    /// Number of steps after which an audit takes place: every rank also computes the matrices of
+    /// the rank before it, of one bucket, and both compare the bits of states and new values before
+    /// any rank is given them. The next audit is of the next bucket. 0 for never, which is the
+    /// default.
+    ///
+    /// It needs two ranks, and matrices that every rank has whole. Its bits are equal where the
+    /// sums over ranks are exact and the kernels are the same: on every engine, except with NCCL's
+    /// own sums, and between devices of one kind. [`bucket_mb`](Self::bucket_mb) sets the share of
+    /// the matrices.
+    #[config(default = 0)]
+    pub audit_every: usize,
+    /// The consequence of an audit that finds other bits.
+    #[config(default = "OnAuditFailure::Stop")]
+    pub on_audit_failure: OnAuditFailure,
 }
 
 impl DistMuonConfig {

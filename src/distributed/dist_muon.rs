@@ -32,7 +32,7 @@ use crate::update::{Resumable, SkippedSteps};
 ///   far, in the order of the first steps. The owner is part of the state, and does not change;
 /// - AdamW is not sharded: every rank updates all parameters that are not matrices;
 /// - parameters and states are not compared after the first step, as
-///   [`DistMuonConfig::check_every`] has other optimizers do;
+///   [`DistMuonConfig::check_every`] has other optimizers do, and there are no audits;
 /// - messages are not combined: each parameter needs a small one through rank 0, and a broadcast;
 /// - checkpoints are not collected: every rank has to save and load its own record. All ranks can
 ///   load the record of a single-device [`Muon`].
@@ -156,6 +156,10 @@ impl DistMuonConfig {
         if let Some(scale) = &self.loss_scale {
             let expected = "`None`, since an optimizer of single parameters skips no whole step";
             return Err(Error::setting("loss_scale", format!("{scale:?}"), expected));
+        }
+        if self.audit_every > 0 {
+            let expected = "0, since an optimizer of single parameters audits nothing";
+            return Err(Error::setting("audit_every", self.audit_every, expected));
         }
         let config = self.muon.clone();
         Ok(DistMuon { rule: config.try_build()?, config, ranks })

@@ -28,7 +28,9 @@ mod same_parameters;
 mod sliced_parameters;
 mod trainable;
 
-pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
+pub use config::{
+    CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, OnAuditFailure, Publish,
+};
 pub use dist_muon::DistMuon;
 #[doc(hidden)]
 pub use dist_muon::{DistMuonState, Ownership};

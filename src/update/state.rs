@@ -200,6 +200,11 @@ impl Slots {
         Self { values: table.iter().map(zeros).collect() }
     }
 
+    /// The names of all slots.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> {
+        self.values.iter().map(|(name, _)| *name)
+    }
+
     /// The values of a slot.
     ///
     /// # Panics

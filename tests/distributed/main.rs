@@ -1,6 +1,7 @@
 //! N ranks against one, on every engine: equal bits, equal errors, divided memory, and checkpoints
 //! that continue on other numbers of ranks.
 
+mod audits;
 mod checkpoints;
 mod collectives;
 mod custom;
@@ -42,7 +43,7 @@ fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
     let more =
         [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE, drift::EVERYWHERE];
-    [&cases[..], &more].concat().concat()
+    [&cases[..], &more, &[audits::EVERYWHERE]].concat().concat()
 }
 
 /// Such cases of updates, which an engine does not see.
@@ -61,7 +62,7 @@ fn passes() -> Vec<Case> {
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
     let more = [custom::IN_PROCESS, drift::IN_PROCESS, layer_optimizers::IN_PROCESS];
-    [&cases[..], &more].concat().concat()
+    [&cases[..], &more, &[audits::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in

@@ -3,6 +3,8 @@
 
 mod account;
 mod adamw;
+mod audits;
+mod certificates;
 mod checkpoints;
 mod custom;
 mod diagnostics;

@@ -259,6 +259,7 @@ fn found(program: &Program, right: &Run) -> (&'static str, String) {
                     "an expectation, before the first step"
                 }
                 Error::Unexpected { rank: Some(_), .. } => "an expectation, in the step",
+                Error::Audited { .. } => "the audit by another rank",
                 Error::Drifted { .. } => "the comparison of the ranks' bits",
                 Error::ModelsDiffer { .. }
                 | Error::SettingsDiffer { .. }
@@ -496,6 +497,7 @@ fn communication() -> Vec<Mutation> {
             _ => result,
         })
     };
+    let auditing = program().with(|program| program.dist.audit_every = 1);
     vec![
         Mutation {
             name: "gradients are not reduced",
@@ -518,6 +520,15 @@ fn communication() -> Vec<Mutation> {
             names: "",
             program: program().with_results(|rank, collective, result| match collective {
                 "reduce_scatter" if rank == 1 => result.zeros_like(),
+                _ => result,
+            }),
+        },
+        Mutation {
+            name: "a bit of a reduced gradient is flipped on one rank",
+            by: "the audit by another rank",
+            names: "expected its state `momentum` to be as rank",
+            program: auditing.with_results(|rank, collective, result| match collective {
+                "reduce_scatter" if rank == 1 => flipped(result),
                 _ => result,
             }),
         },

@@ -106,6 +106,17 @@ impl Exchange {
         }
     }
 
+    /// The exchange of a bucket in which every rank has the shard of the rank before it.
+    ///
+    /// # Panics
+    ///
+    /// If the parameters are slices.
+    pub fn of_previous_ranks(&self, bucket: &Bucket) -> Self {
+        assert!(!self.is_cut(), "slices are assembled by the plan's owners");
+        let (group, publishers) = (self.group.clone(), self.publishers.clone());
+        Self { held: bucket.clone(), group, publishers, assembly: None }
+    }
+
     /// The parts of matrices in this rank's share, if the parameters are slices.
     pub fn parts(&self) -> Option<&Share> {
         self.assembly.as_ref().map(|assembly| &assembly.share)

@@ -18,14 +18,15 @@ use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
 };
+use crate::checksum;
 use crate::distributed::plan::{self, Bucket, BucketKind, Overlap, ROW_ELEMENTS};
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
-    Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter,
-    MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors, WholeParameter,
-    WholeUpdate,
+    Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Ledger, Matrices, MuonBatch,
+    MuonParameter, MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors,
+    WholeParameter, WholeUpdate,
 };
 
 /// A rank's part of a bucket.
@@ -107,10 +108,20 @@ impl Shard {
         publishers: &Publishers,
         rank_matrices: &mut Vec<usize>,
     ) -> Self {
-        let DividedModel { world, layout, plan, trainable: parameters, routing, .. } = divided;
+        let DividedModel { layout, plan, .. } = divided;
+        let exchange = Exchange::new(bucket, plan.parameters(), layout, publishers);
+        Self::with_exchange(bucket, exchange, divided, rank_matrices)
+    }
+
+    fn with_exchange(
+        bucket: &Bucket,
+        exchange: Exchange,
+        divided: &DividedModel,
+        rank_matrices: &mut Vec<usize>,
+    ) -> Self {
+        let DividedModel { world, trainable: parameters, routing, .. } = divided;
         let updates @ Updates { muon, rest, .. } = routing.updates();
         let (rank, device) = (world.rank(), &divided.device());
-        let exchange = Exchange::new(bucket, plan.parameters(), layout, publishers);
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
@@ -158,6 +169,20 @@ impl Shard {
         let has_stacks = bucket.parameters.iter().any(|index| parameters[*index].is_stack());
         let (bucket, device) = (bucket.clone(), device.clone());
         Self { bucket, exchange, range, update, has_stacks, runs, batches, device }
+    }
+
+    /// The shard of the rank before this one, with a state of zero, by the rule of this rank.
+    pub fn of_previous_rank(&self, divided: &DividedModel) -> Self {
+        let bucket = self.bucket.of_previous_ranks();
+        let exchange = self.exchange.of_previous_ranks(&bucket);
+        let mut shard = Self::with_exchange(&bucket, exchange, divided, &mut vec![]);
+        if let Update::Muon(muon) = &self.update {
+            // With a ledger of its own, which nobody reads: the iterations of an audit are none of
+            // the step's.
+            let update = MuonUpdate { ledger: Ledger::default(), ..(**muon).clone() };
+            shard.set_muon(&Arc::new(update));
+        }
+        shard
     }
 
     /// The values of this rank's parameters, each where it is stored: moved out where the rank has
@@ -343,6 +368,50 @@ impl Shard {
             batch.clocks = Clocks::default();
             end += count;
         }
+    }
+
+    /// The values of all slots in float32, which has the digits of every type of slot.
+    pub fn all_states(&self) -> Tensor<1> {
+        let slots = self.batches.iter().flat_map(|batch| {
+            let names = batch.state.names();
+            names.map(|name| batch.state.get(name).cast(DType::F32))
+        });
+        slices::concat(slots.collect(), DType::F32, &self.device)
+    }
+
+    /// Sets the values that [`all_states`](Self::all_states) returns.
+    pub fn set_all_states(&mut self, values: &Tensor<1>) {
+        let mut end = 0;
+        for Batch { state, clocks, .. } in &mut self.batches {
+            let names: Vec<_> = state.names().collect();
+            for name in names {
+                let old = state.get(name);
+                let start = end;
+                end += old.dims()[0];
+                state.put(name, slices::slice(values, start..end).cast(old.dtype()));
+            }
+            *clocks = Clocks::default();
+        }
+    }
+
+    /// The checksums of the states of matrices: of each parameter, its index, and the name and the
+    /// checksum of a slot.
+    pub fn state_sums(&self) -> Vec<(usize, &'static str, u64)> {
+        let of_batch = |batch: &Batch| -> Vec<_> {
+            let Batch { runs, elements, row, state, .. } = batch;
+            let (runs, matrices) = (&self.runs[runs.clone()], elements.len() / row);
+            let of_slot = |name: &'static str| {
+                let values = state.get(name);
+                // Slots have the values of one matrix after the other.
+                let each = values.dims()[0] / matrices;
+                let matrix = |element: usize| (element - elements.start) / row * each;
+                let parts = runs.iter().map(|run| matrix(run.range.start)..matrix(run.range.end));
+                let sums = checksum::of_parts(values, parts);
+                runs.iter().zip(sums).map(move |(run, sum)| (run.parameter, name, sum))
+            };
+            state.names().flat_map(of_slot).collect()
+        };
+        self.batches.iter().flat_map(of_batch).collect()
     }
 
     /// The states that every rank has, since all of them update the shard: of each parameter, its

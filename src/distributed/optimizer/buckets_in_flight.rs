@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 
 use burn::tensor::{DType, Tensor, TensorData};
 
+use super::audits::{Again, Audit};
 use super::bucket_shard::Shard;
 use super::decisions::{Decisions, StepControls, StepInputs};
 use super::detached_parameters::DetachedParameters;
@@ -42,6 +43,8 @@ pub struct StepInProgress<'a> {
     clips: bool,
     /// The norms of the step, if they were requested.
     pub observations: Option<Observations>,
+    /// The audit of the step, if there is one, until it has taken place.
+    pub audit: Option<Audit>,
 }
 
 /// The calls that were started and are not finished. All ranks wait for the results in the order of
@@ -60,6 +63,8 @@ struct CallsInFlight {
 /// A call of a bucket.
 enum Flight {
     Reduction(usize, Reducing),
+    /// The gradients of the shard that this rank audits.
+    AuditedReduction(Reducing),
     /// The gradients of whole parameters, from slices.
     Assembly(usize, Pending),
     /// The values of whole parameters, from slices.
@@ -72,7 +77,7 @@ enum Flight {
 impl Flight {
     fn bytes(&self) -> usize {
         match self {
-            Self::Reduction(_, reducing) => reducing.bytes(),
+            Self::Reduction(_, reducing) | Self::AuditedReduction(reducing) => reducing.bytes(),
             Self::Assembly(_, pending)
             | Self::ValueAssembly(_, pending)
             | Self::Distribution(_, pending)
@@ -197,6 +202,7 @@ impl<'a> StepInProgress<'a> {
             detached,
             clips,
             observations: None,
+            audit: None,
         }
     }
 
@@ -207,7 +213,66 @@ impl<'a> StepInProgress<'a> {
 
     /// Counts the memory of this moment.
     pub fn observe(&mut self) {
-        self.memory.observe(&self.detached, self.between.bytes, self.calls.bytes);
+        let audited = self.audit.as_ref().map_or(0, Audit::bytes);
+        self.memory.observe(&self.detached, self.between.bytes + audited, self.calls.bytes);
+    }
+
+    /// The audit of a bucket, if it is audited in this step.
+    fn audit_of(&self, bucket: usize) -> Option<&Audit> {
+        self.audit.as_ref().filter(|audit| audit.bucket == bucket)
+    }
+
+    /// Starts to reduce the gradients of a bucket to the ranks that audit it, if it is audited.
+    fn start_audited_reduction(&mut self, bucket: usize) -> Result<()> {
+        let Some(audit) = self.audit_of(bucket) else { return Ok(()) };
+        // Further references: the owners' reduction takes the tensors.
+        let mut gradients = self.detached.gradients.references(&audit.shard.bucket);
+        let reducing = self.traffic.start_reduction(self.divided, &audit.shard, &mut gradients)?;
+        self.calls.push(Flight::AuditedReduction(reducing));
+        Ok(())
+    }
+
+    /// Gives the states of the owners to the ranks that audit a bucket, and returns the old values
+    /// of the shard that this rank audits.
+    fn begin_audit(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
+        let Some(audit) = self.audit_of(bucket) else { return Ok(vec![]) };
+        let values = audit.values(&self.detached.parameters);
+        let comm = self.divided.world.comm();
+        let states = audit.send_states(&self.shards[bucket], comm)?;
+        // The results of earlier calls come first.
+        self.land_all()?;
+        let states = states.wait()?;
+        let audit = self.audit.as_mut().expect("an audit is taken after the update");
+        audit.shard.set_all_states(&states);
+        Ok(values)
+    }
+
+    /// Computes the shard that this rank audits, if the bucket is audited, and compares it with its
+    /// owner's, before the owners' new values are sent.
+    fn end_audit(
+        &mut self,
+        bucket: usize,
+        controls: &StepControls,
+        (values, updated): (Vec<Tensor<1>>, &[Tensor<1>]),
+    ) -> Result<()> {
+        let Some(mut audit) = self.audit.take_if(|audit| audit.bucket == bucket) else {
+            return Ok(());
+        };
+        audit.gradients = self.final_gradients(&audit.shard, std::mem::take(&mut audit.gradients));
+        let rejected = match self.traffic.is_alone(bucket) {
+            // As the owner decides, from the gradients that were reduced again.
+            true => {
+                let flags =
+                    slices::zeros(self.divided.trainable.len(), DType::F32, &self.divided.device());
+                audit.reject(flags).max_pair(self.absent.clone())
+            }
+            false => controls.rejected.clone(),
+        };
+        let (corrections, factor) = (controls.corrections.clone(), controls.factor.clone());
+        let controls = StepControls { rejected, corrections, factor, read: vec![] };
+        let decisions = Decisions { controls: &controls, inputs: &self.inputs };
+        let again = Again { decisions, values };
+        audit.compare((&self.shards[bucket], updated), again, self.divided)
     }
 
     /// Waits until the gradients of a bucket are reduced. The next buckets are in flight by then,
@@ -226,6 +291,7 @@ impl<'a> StepInProgress<'a> {
             && self.calls.started < self.calls.order.len()
         {
             let next = self.calls.order[self.calls.started];
+            self.start_audited_reduction(next)?;
             let gradients = &mut self.detached.gradients;
             let reducing =
                 self.traffic.start_reduction(self.divided, &self.shards[next], gradients)?;
@@ -285,6 +351,13 @@ impl<'a> StepInProgress<'a> {
                 }
                 Ok(())
             }
+            Flight::AuditedReduction(reducing) => {
+                let audit = self.audit.as_mut().expect("audits wait for their gradients");
+                audit.gradients = reducing.wait(&audit.shard)?;
+                self.calls.bytes -= buffers;
+                self.observe();
+                Ok(())
+            }
             Flight::Assembly(bucket, pending) => {
                 let assembled = pending.wait()?;
                 self.calls.bytes -= buffers;
@@ -324,6 +397,17 @@ impl<'a> StepInProgress<'a> {
     /// not usable.
     fn keep_gradients(&mut self, bucket: usize, gradients: Vec<Tensor<1>>) {
         let shard = &self.shards[bucket];
+        let gradients = self.final_gradients(shard, gradients);
+        let norms = if self.clips { shard.norms(&gradients) } else { vec![] };
+        // Moved out: with a second reference, the flags would be copied before they are written.
+        let empty = slices::empty(DType::F32, &self.divided.device());
+        self.flags = shard.reject(&gradients, std::mem::replace(&mut self.flags, empty));
+        self.between.put_reduced(bucket, ReducedShard { gradients, norms });
+        self.observe();
+    }
+
+    /// The gradients of a shard after the factors of its parameters' places.
+    fn final_gradients(&self, shard: &Shard, gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
         // The factor of a place is for a mean over ranks that the reduction has taken. A gradient
         // that the program has averaged is final.
         let is_mean = self.traffic.reduces(&self.divided.world)
@@ -333,13 +417,7 @@ impl<'a> StepInProgress<'a> {
             if is_mean && factor != 1.0 { gradient.mul_scalar(factor) } else { gradient }
         };
         // Scaled before the norms and flags: a factor may make a gradient infinite.
-        let gradients: Vec<_> = shard.parameters().zip(gradients).map(scaled).collect();
-        let norms = if self.clips { shard.norms(&gradients) } else { vec![] };
-        // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = slices::empty(DType::F32, &self.divided.device());
-        self.flags = shard.reject(&gradients, std::mem::replace(&mut self.flags, empty));
-        self.between.put_reduced(bucket, ReducedShard { gradients, norms });
-        self.observe();
+        shard.parameters().zip(gradients).map(scaled).collect()
     }
 
     /// Updates this rank's shard of a bucket, and starts to gather the other ranks' shards. Sets
@@ -350,6 +428,7 @@ impl<'a> StepInProgress<'a> {
         controls: &StepControls,
         diverged: &mut Tensor<1>,
     ) -> Result<()> {
+        let audited = self.begin_audit(bucket)?;
         let gradients = self.between.take_gradients(bucket);
         let updated = if self.distributes_directions(bucket) {
             let decisions = Decisions { controls, inputs: &self.inputs };
@@ -365,6 +444,7 @@ impl<'a> StepInProgress<'a> {
             let tensors = UpdateTensors { gradients, values };
             shard.update(tensors, decisions, diverged, observations)
         };
+        self.end_audit(bucket, controls, (audited, &updated))?;
         // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
         self.observe();

@@ -66,6 +66,17 @@ impl FlatTensors {
         self.bytes
     }
 
+    /// Further references to the tensors of a bucket's parameters.
+    pub fn references(&self, bucket: &Bucket) -> Self {
+        let mut references = Self::none(self.tensors.len());
+        for index in &bucket.parameters {
+            for Elements { start, values } in &self.tensors[*index] {
+                references.set(*index, *start, values.clone());
+            }
+        }
+        references
+    }
+
     /// Takes the tensor of a parameter out, of which all elements are neighbours.
     pub fn take(&mut self, index: usize) -> Option<Tensor<1>> {
         let taken = self.tensors[index].pop()?.values;

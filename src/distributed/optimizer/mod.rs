@@ -3,6 +3,7 @@
 mod accounting;
 mod agree_on_setup;
 mod agree_on_step;
+mod audits;
 mod bucket_exchange;
 mod bucket_shard;
 mod buckets_in_flight;
@@ -48,6 +49,7 @@ use crate::routing::Routing;
 use crate::update::SkippedSteps;
 use accounting::Accounting;
 pub(super) use agree_on_setup::{costs, ensure_exchangeable, plan};
+use audits::Audits;
 use bucket_exchange::publishers;
 use bucket_shard::Shard;
 use decisions::HeadClip;
@@ -99,6 +101,7 @@ pub struct DistModuleOptimizer {
     scaling: GradientScaling,
     compared: ComparedGradients,
     checks: Checks,
+    audits: Audits,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
     /// The settings that the program has set since it was made.
@@ -126,6 +129,7 @@ impl DistModuleOptimizer {
             accounts: Accounts::new(&config.muon, &divided, &matrices),
             compared: ComparedGradients::default(),
             checks: Checks::new(config.check_every),
+            audits: Audits::new(config, &divided, &shards)?,
             head_clip: None,
             running: Running::default(),
             observing: Observing::default(),
@@ -205,6 +209,9 @@ impl DistModuleOptimizer {
     /// - [`Error::Drifted`](crate::Error::Drifted) after
     ///   [`DistMuonConfig::check_every`](super::DistMuonConfig::check_every) steps, if ranks have
     ///   other bits of what they hold in common;
+    /// - [`Error::Audited`](crate::Error::Audited) in a step that is
+    ///   [audited](super::DistMuonConfig::audit_every), if two ranks have other bits of its
+    ///   results;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory
     ///   for the gradients or the step. It names the first parameter that could not be updated, or
     ///   on several ranks the first parameter of the bucket;
@@ -372,7 +379,9 @@ impl DistMuonConfig {
     ///
     /// - as [`MuonConfig::route`];
     /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
-    /// - [`Error::Setting`] for a setting that no run can use;
+    /// - [`Error::Setting`] for a setting that no run can use, and for
+    ///   [`audit_every`](Self::audit_every) on one rank or without matrices;
+    /// - [`Error::Parameter`] for a matrix that can't be audited, since it is divided;
     /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
     /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, with the first
     ///   parameter that differs;

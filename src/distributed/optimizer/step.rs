@@ -69,16 +69,19 @@ impl DistModuleOptimizer {
         self.accounts.count_absent(&inputs.present, &self.divided)?;
 
         self.accounting.begin(&self.divided);
+        let audit = self.audits.begin(&self.divided, &self.shards);
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
         // The parts of the optimizer are borrowed one by one: what a step reads and what it changes
         // are then separate to the compiler.
         let mut step =
             StepInProgress::new(divided, traffic, shards, memory, inputs, detached, clips);
+        step.audit = audit;
         step.observations = self.observing.requested.then(Observations::default);
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
+        self.audits.end(shards);
         // A step that loss scaling skips is not a step of the schedules, and has no norms.
         if is_taken {
             self.accounting.end(&inputs.present, divided)?;

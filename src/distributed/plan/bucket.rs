@@ -138,6 +138,28 @@ impl Bucket {
         Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
     }
 
+    /// The bucket in which every rank has the shard of the rank before it, and rank 0 the last
+    /// one.
+    ///
+    /// # Panics
+    ///
+    /// If the bucket is replicated.
+    pub(crate) fn of_previous_ranks(&self) -> Self {
+        assert!(self.kind != BucketKind::Replicated, "every rank has all of a replicated bucket");
+        let mut counts = self.counts.to_vec();
+        let (mut pieces, last) = (self.pieces.clone(), counts[counts.len() - 1]);
+        let (mut moved, mut elements) = (0, 0);
+        // No piece of matrices is in two shards.
+        while elements < last {
+            moved += 1;
+            elements += pieces[pieces.len() - moved].extent();
+        }
+        pieces.rotate_right(moved);
+        counts.rotate_right(1);
+        let counts = counts.into_iter().collect();
+        Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
+    }
+
     /// Returns the number of elements of the flat buffer, including padding.
     pub fn elements(&self) -> usize {
         self.pieces.iter().map(Piece::extent).sum()

@@ -1,5 +1,6 @@
 //! The example `train_lm` on the command line.
 
+mod certificates;
 mod comparisons;
 mod estimate;
 mod from_depth;

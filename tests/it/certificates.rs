@@ -1,0 +1,103 @@
+//! Certificates of equal runs on any ranks and placement, and of runs that differ in anything.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use distmuon::certificate::Certificate;
+use distmuon::distributed::{DistMuonConfig, Layout};
+use distmuon::{MuonConfig, Result, RoutingRule, World};
+use distmuon_testing::models::Fixed;
+
+const STEPS: usize = 4;
+
+/// Two matrices and their biases.
+#[derive(Module, Debug)]
+struct Net {
+    first: Linear,
+    second: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        Self { first: linear(6, 10), second: linear(10, 7) }.map(&mut Fixed::new(5))
+    }
+
+    /// The model with another lowest bit in one weight.
+    fn flipped(mut self) -> Self {
+        self.second.weight = self.second.weight.map(|weight| {
+            let mut values: Vec<f32> = weight.to_data().iter::<f32>().collect();
+            values[8] = f32::from_bits(values[8].to_bits() ^ 1);
+            let data = TensorData::new(values, weight.shape());
+            Tensor::from_data(data, (&weight.device(), DType::F32)).require_grad()
+        });
+        self
+    }
+}
+
+fn muon(steps: usize) -> MuonConfig {
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let iteration = muon.newton_schulz.clone().with_steps(Some(steps));
+    muon.with_newton_schulz(iteration)
+}
+
+/// The certificate of a run on ranks with equal gradients, whose sums are exact. A bit of the model
+/// flips before a step, if there is one.
+fn certified(
+    ranks: usize,
+    muon: &MuonConfig,
+    layout: impl Fn(&World) -> Layout + Sync,
+    flips: Option<usize>,
+) -> Certificate {
+    let config = DistMuonConfig::new().with_muon(muon.clone()).with_small_elements(1);
+    let certificates = World::threads(World::devices(ranks), |world| -> Result<_> {
+        let layout = layout(&world).with_muon(muon.clone());
+        let mut certificate = Certificate::new(muon, "random numbers");
+        certificate.computed_by(world.describe()?);
+        let whole = Net::new(world.device());
+        certificate.record(0, &whole)?;
+        let mut net = layout.shard(whole)?;
+        let mut optim = config.init_on(&layout, &net)?;
+        for step in 1..=STEPS {
+            if flips == Some(step) {
+                net = net.flipped();
+            }
+            let x = Tensor::<2>::ones([3, 6], world.device()) * step as f64;
+            let y = net.second.forward(net.first.forward(x));
+            let grads = optim.backward(&y.square().mean(), &net)?;
+            net = optim.step(0.01, net, grads)?;
+            certificate.record(step, &layout.unshard(&net)?)?;
+        }
+        Ok(certificate)
+    });
+    certificates.unwrap().swap_remove(0)
+}
+
+#[test]
+fn one_two_and_four_ranks_have_equal_chains_in_any_placement() {
+    let expected = certified(1, &muon(5), |world| Layout::from(world), None);
+    for ranks in [2, 4] {
+        let replicated = certified(ranks, &muon(5), |world| Layout::from(world), None);
+        assert_eq!(replicated.links(), expected.links(), "{ranks} ranks");
+        assert_ne!(replicated.ranks(), expected.ranks(), "they are written down");
+        let owned = certified(ranks, &muon(5), |world| Layout::from(world).owned("dp"), None);
+        assert_eq!(owned.links(), expected.links(), "{ranks} ranks, owned");
+    }
+}
+
+#[test]
+fn a_changed_setting_and_a_flipped_bit_change_the_chain() {
+    let of = |steps, flips| certified(2, &muon(steps), |world| Layout::from(world), flips);
+    let expected = of(5, None);
+    assert_eq!(of(5, None).chain(), expected.chain(), "it can be repeated");
+    let other = of(4, None);
+    assert_ne!(other.chain(), expected.chain());
+    assert_eq!(other.links()[0].weights, expected.links()[0].weights);
+    assert_ne!(other.links()[0].chain, expected.links()[0].chain, "from its beginning");
+    for step in 1..=STEPS {
+        let flipped = of(5, Some(step));
+        assert_eq!(flipped.links()[..step], expected.links()[..step], "before step {step}");
+        assert_ne!(flipped.links()[step].chain, expected.links()[step].chain, "step {step}");
+        assert_ne!(flipped.chain(), expected.chain());
+    }
+}
