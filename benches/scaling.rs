@@ -67,6 +67,7 @@ fn parameters() -> Vec<Parameter> {
         work: Work::Matrices { count: 1, rows, columns },
         placement: Placement::Replicated,
         slices: None,
+        settings: 0,
     });
     let tables = ["embedding", "head"].map(|path| Parameter {
         path: path.into(),
@@ -75,6 +76,7 @@ fn parameters() -> Vec<Parameter> {
         work: Work::Elements,
         placement: Placement::Replicated,
         slices: None,
+        settings: 0,
     });
     matrices.chain(tables).collect()
 }
@@ -175,6 +177,7 @@ impl Model {
             work: Work::Elements,
             placement,
             slices: None,
+            settings: 0,
         };
         let matrices = (0..layers).flat_map(|i| layer.iter().enumerate().map(move |m| (i, m)));
         let matrices = matrices.map(|(i, (number, &[rows, columns]))| Parameter {
@@ -184,6 +187,7 @@ impl Model {
             work: Work::Matrices { count: 1, rows, columns },
             placement,
             slices: None,
+            settings: 0,
         });
         let parameters = [table("embedding")].into_iter().chain(matrices).chain([table("head")]);
         Self { name, parameters: parameters.collect(), layers, tokens }

@@ -1,4 +1,5 @@
-//! Matrices that are cut into blocks of outputs, each of which is updated as a matrix of its own.
+//! Matrices that are cut into blocks of outputs or of inputs, each of which is updated as a matrix
+//! of its own.
 
 use std::ops::Range;
 
@@ -9,43 +10,81 @@ use crate::error::{Error, Result};
 use crate::matrix_view::MatrixLayout;
 use crate::slices;
 
-/// The rule by which a matrix is cut into blocks of outputs.
+/// The side of a matrix that is cut into blocks.
+// Exhaustive: a matrix has two sides.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum BlockSide {
+    /// The outputs, as of projections to queries, keys and values.
+    #[default]
+    Outputs,
+    /// The inputs, as of the output projection of an attention.
+    Inputs,
+}
+
+impl BlockSide {
+    /// The dimension of a batch of matrices that counts the side.
+    pub(crate) fn dimension(self, layout: MatrixLayout) -> usize {
+        match (self, layout) {
+            (Self::Outputs, MatrixLayout::InOut) | (Self::Inputs, MatrixLayout::OutIn) => 2,
+            (Self::Outputs, MatrixLayout::OutIn) | (Self::Inputs, MatrixLayout::InOut) => 1,
+        }
+    }
+
+    /// The name of the side in errors.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Outputs => "outputs",
+            Self::Inputs => "inputs",
+        }
+    }
+}
+
+/// The rule by which a side of a matrix is cut into blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Split {
-    /// Blocks of the given numbers of outputs.
+    /// Blocks of the given sizes.
     Sizes(Vec<usize>),
     /// A number of blocks of equal size.
     Equal(usize),
 }
 
 impl Split {
-    /// The outputs of every block of a parameter's matrices with these outputs.
+    /// The sizes of all blocks of a parameter whose matrices have `all` outputs or inputs.
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`] if the blocks do not make up the outputs.
-    pub fn sizes(&self, parameter: &str, shape: &[usize], outputs: usize) -> Result<Vec<usize>> {
+    /// [`Error::Shape`] if the blocks do not make up that side.
+    pub fn sizes(
+        &self,
+        parameter: &str,
+        shape: &[usize],
+        (side, all): (BlockSide, usize),
+    ) -> Result<Vec<usize>> {
+        let (name, expected) = match side {
+            BlockSide::Outputs => (side.name(), "blocks that make up its outputs"),
+            BlockSide::Inputs => (side.name(), "blocks that make up its inputs"),
+        };
         let error = |remedy| {
             let (parameter, shape) = (parameter.to_owned(), shape.to_vec());
-            Error::Shape { parameter, expected: "blocks that make up its outputs", shape, remedy }
+            Error::Shape { parameter, expected, shape, remedy }
         };
         match self {
             Self::Sizes(sizes) => {
                 let sum: usize = sizes.iter().sum();
-                if sum == outputs && !sizes.contains(&0) {
+                if sum == all && !sizes.contains(&0) {
                     return Ok(sizes.clone());
                 }
                 Err(error(format!(
-                    "give `split` sizes above zero whose sum is {outputs}, the outputs, instead \
+                    "give `split` sizes above zero whose sum is {all}, the {name}, instead \
                      of {sizes:?}, whose sum is {sum}; or set the `layout` of the rule"
                 )))
             }
             &Self::Equal(count) => {
-                if count > 0 && outputs.is_multiple_of(count) {
-                    return Ok(vec![outputs / count; count]);
+                if count > 0 && all.is_multiple_of(count) {
+                    return Ok(vec![all / count; count]);
                 }
                 Err(error(format!(
-                    "give `heads` a divisor of {outputs}, the outputs, instead of {count}; or set \
+                    "give `heads` a divisor of {all}, the {name}, instead of {count}; or set \
                      the `layout` of the rule"
                 )))
             }
@@ -57,9 +96,9 @@ impl Split {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocks {
     batch: [usize; 3],
-    /// The dimension of the batch that counts outputs.
+    /// The dimension of the batch that is cut: of outputs, or of inputs.
     dimension: usize,
-    /// The outputs of every block.
+    /// The sizes of all blocks in that dimension.
     sizes: Vec<usize>,
     /// `true` if the parameter's first two dimensions are the matrices', rather than its
     /// last.
@@ -67,12 +106,8 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// The blocks of these sizes; one for no sizes.
-    pub fn new(batch: [usize; 3], layout: MatrixLayout, sizes: &[usize]) -> Self {
-        let dimension = match layout {
-            MatrixLayout::InOut => 2,
-            MatrixLayout::OutIn => 1,
-        };
+    /// The blocks of these sizes along a dimension of the batch; one for no sizes.
+    pub fn new(batch: [usize; 3], dimension: usize, sizes: &[usize]) -> Self {
         let sizes = if sizes.is_empty() { vec![batch[dimension]] } else { sizes.to_vec() };
         Self { batch, dimension, sizes, is_leading: false }
     }
@@ -84,7 +119,7 @@ impl Blocks {
 
     /// The only block of a parameter that is not a matrix.
     pub fn of_elements(count: usize) -> Self {
-        Self::new([1, 1, count], MatrixLayout::InOut, &[])
+        Self::new([1, 1, count], 2, &[])
     }
 
     /// The blocks of a slice of the parameter, as a batch of this shape. The slice may have nothing
@@ -112,8 +147,8 @@ impl Blocks {
         })
     }
 
-    /// The name of every block of a parameter: its path with the range of outputs. A single block
-    /// has the parameter's name.
+    /// The name of every block of a parameter: its path with the range of outputs or inputs. A
+    /// single block has the parameter's name.
     pub fn names(&self, path: &str) -> Vec<String> {
         let name = |range: Range<usize>| format!("{path}[{}..{}]", range.start, range.end);
         match self.count() {
@@ -127,7 +162,7 @@ impl Blocks {
         self.dimension
     }
 
-    /// The ranges of outputs.
+    /// The ranges of outputs or inputs.
     pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         self.sizes.iter().scan(0, |end, size| {
             let start = *end;
@@ -199,7 +234,7 @@ mod tests {
             ([3, 4, 6], MatrixLayout::InOut, vec![3, 3]),
             ([3, 4, 6], MatrixLayout::OutIn, vec![]),
         ] {
-            let blocks = Blocks::new(batch, layout, &sizes);
+            let blocks = Blocks::new(batch, BlockSide::Outputs.dimension(layout), &sizes);
             let values = counted(batch.iter().product());
             let cut = blocks.cut(values.clone());
             let elements = blocks.batches().map(|batch| batch.iter().product::<usize>());
@@ -219,7 +254,7 @@ mod tests {
     #[test]
     fn leading_matrices_are_those_of_the_first_dimensions() {
         // Of `[2, 2, 3]`: the matrices at the three last indices.
-        let blocks = Blocks::new([3, 2, 2], MatrixLayout::InOut, &[]).leading();
+        let blocks = Blocks::new([3, 2, 2], 2, &[]).leading();
         assert!(!blocks.is_whole());
         let values = blocks.cut(counted(12)).swap_remove(0).into_data();
         let expected = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11].map(|x| x as f32);
@@ -228,7 +263,7 @@ mod tests {
 
     #[test]
     fn blocks_of_burns_linear_are_columns() {
-        let blocks = Blocks::new([1, 2, 3], MatrixLayout::InOut, &[2, 1]);
+        let blocks = Blocks::new([1, 2, 3], 2, &[2, 1]);
         let cut = blocks.cut(counted(6));
         let values = |index: usize| cut[index].to_data().iter::<f32>().collect::<Vec<_>>();
         assert_eq!((values(0), values(1)), (vec![0.0, 1.0, 3.0, 4.0], vec![2.0, 5.0]));
@@ -244,9 +279,13 @@ mod tests {
             (Split::Equal(3), "a divisor of 8"),
             (Split::Equal(0), "a divisor of 8"),
         ] {
-            let error = split.sizes("qkv.weight", &[2, 8], 8).unwrap_err().to_string();
+            let all = (BlockSide::Outputs, 8);
+            let error = split.sizes("qkv.weight", &[2, 8], all).unwrap_err().to_string();
             assert!(error.contains(words) && error.contains("qkv.weight"), "{error}");
         }
-        assert_eq!(Split::Equal(4).sizes("qkv.weight", &[2, 8], 8), Ok(vec![2; 4]));
+        let sizes = |side| Split::Equal(4).sizes("qkv.weight", &[2, 8], side);
+        assert_eq!(sizes((BlockSide::Outputs, 8)), Ok(vec![2; 4]));
+        let error = sizes((BlockSide::Inputs, 2)).unwrap_err().to_string();
+        assert!(error.contains("a divisor of 2, the inputs"), "{error}");
     }
 }

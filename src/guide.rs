@@ -17,6 +17,7 @@
 //! | move a run to PyTorch, or from there | [`exchange`] |
 //! | see and change the optimizer of every parameter | [`routing`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
+//! | orthogonalise every head of an attention by itself | [`heads`] |
 //! | train in bfloat16 or float16 | [`mixed_precision`] |
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
@@ -199,6 +200,13 @@ pub mod routing {}
 /// Layers that AdamW trains, layers that nothing trains, and adapters.
 #[doc = include_str!("../docs/guide/excluding.md")]
 pub mod excluding {}
+
+/// Matrices of an attention as one matrix for every head, or for pairs of heads.
+///
+/// [Checkpoints]: crate::guide::resuming
+/// [QK-clip]: crate::guide::qk_clip
+#[doc = include_str!("../docs/guide/heads.md")]
+pub mod heads {}
 
 /// The norm of all gradients, also on one device, and Burn's setter that has no effect.
 ///

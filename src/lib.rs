@@ -165,6 +165,7 @@ mod update;
 
 pub use account::Account;
 pub use backend::{ComputePath, KernelPolicy, NativeKernels};
+pub use blocks::BlockSide;
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;

@@ -90,7 +90,7 @@ pub(crate) struct MomentumUpdate {
 }
 
 /// The constants of a step of AdamW.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AdamWStep {
     pub beta_1: f64,
     pub beta_2: f64,
@@ -102,7 +102,7 @@ pub(crate) struct AdamWStep {
 }
 
 /// The constants of a step of Lion.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct LionStep {
     pub beta_1: f64,
     pub beta_2: f64,

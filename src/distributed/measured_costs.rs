@@ -30,7 +30,7 @@ pub fn costs(
     trainable: &[TrainableParameter],
     updates: &Updates,
 ) -> Result<Costs> {
-    let (device, muon) = (world.device().clone().inner(), &updates.muon);
+    let (device, muon) = (world.device().clone().inner(), &updates.muon[0]);
     let iteration = &muon.newton_schulz;
     let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
         Work::Matrices { rows, columns, .. } => {

@@ -59,12 +59,23 @@ pub struct TrainableParameter {
 /// The way in which a parameter is updated.
 #[derive(Clone)]
 pub enum UpdateKind {
-    /// As `count` matrices, by Muon.
-    Muon { count: usize, matrices: Matrices },
-    /// Element by element, with the factors of its role.
-    Elementwise { role: RoleFactors },
+    /// As `count` matrices, by Muon's update of an index.
+    Muon { count: usize, matrices: Matrices, settings: usize },
+    /// Element by element, with the factors of its role, by the update of an index.
+    Elementwise { role: RoleFactors, settings: usize },
     /// By the user's optimizer of a name, at `lr` times the learning rate.
     Whole { lr: f64, optimizer: String },
+}
+
+impl UpdateKind {
+    /// The index of the update among updates of its kind.
+    pub fn settings(&self) -> usize {
+        match self {
+            Self::Muon { settings, .. } | Self::Elementwise { settings, .. } => *settings,
+            // The update of every parameter is its optimizer's.
+            Self::Whole { .. } => 0,
+        }
+    }
 }
 
 impl TrainableParameter {
@@ -82,7 +93,9 @@ impl TrainableParameter {
     /// The parameter as a batch.
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
-            UpdateKind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
+            UpdateKind::Muon { count, matrices: Matrices { shape: [m, n], .. }, .. } => {
+                [count, m, n]
+            }
             UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => {
                 ElementwiseUpdate::batch(&self.shape)
             }
@@ -97,13 +110,11 @@ impl TrainableParameter {
     /// The slots that are sharded: one value per element, row, column or matrix.
     pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            UpdateKind::Muon { matrices, .. } => {
-                updates.muon.slots(matrices, self.is_stack(), self.dtype)
+            UpdateKind::Muon { matrices, settings, .. } => {
+                updates.muon[settings].slots(matrices, self.is_stack(), self.dtype)
             }
-            UpdateKind::Elementwise { .. } => updates.rest.slots(self.dtype),
-            UpdateKind::Whole { .. } => {
-                updates.rest.precision.slots(self.dtype).into_iter().collect()
-            }
+            UpdateKind::Elementwise { settings, .. } => updates.rest[settings].slots(self.dtype),
+            UpdateKind::Whole { .. } => updates.precision().slots(self.dtype).into_iter().collect(),
         }
     }
 
@@ -111,7 +122,7 @@ impl TrainableParameter {
     pub fn counters(&self, updates: &Updates) -> Vec<Slot> {
         let corrections = match self.kind {
             UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => &[],
-            UpdateKind::Elementwise { .. } => updates.rest.rule.corrections(),
+            UpdateKind::Elementwise { settings, .. } => updates.rest[settings].rule.corrections(),
         };
         [&[SKIPPED], corrections].concat()
     }
@@ -119,8 +130,10 @@ impl TrainableParameter {
     /// The size of its next step.
     pub fn size(&self, lr: f64, updates: &Updates) -> StepSize {
         match self.kind {
-            UpdateKind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
-            UpdateKind::Elementwise { role } => updates.rest.size(lr, role),
+            UpdateKind::Muon { matrices, settings, .. } => {
+                updates.muon[settings].size(lr, matrices, self.time)
+            }
+            UpdateKind::Elementwise { role, settings } => updates.rest[settings].size(lr, role),
             // The decay is the optimizer's own.
             UpdateKind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
         }
@@ -144,6 +157,7 @@ pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Train
             let (kind, work) = kind(routing, route, index, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
             let (dtype, placement, slices) = (found.dtype, found.placement, slices.clone());
+            let settings = kind.settings();
             let planned = Parameter {
                 path: path.clone(),
                 shape: shape.clone(),
@@ -151,6 +165,7 @@ pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Train
                 work,
                 placement,
                 slices,
+                settings,
             };
             let block = (!is_whole).then_some(index);
             let model = all.model.len();
@@ -195,6 +210,7 @@ pub fn frozen(found: &Found, cuts: &Cuts) -> (ModelParameter, Parameter) {
         work: Work::Elements,
         placement: found.placement,
         slices: slices[0].clone(),
+        settings: 0,
     };
     let parameter = ModelParameter {
         path: found.path.clone(),
@@ -258,21 +274,25 @@ fn kind(
     let role = route.role;
     match role {
         ParameterRole::Muon { .. } if route.left.contains(&block) => {
-            let role = routing.factors(ParameterRole::Vector);
-            (UpdateKind::Elementwise { role }, Work::Elements)
+            let role = routing.factors_of_left();
+            (UpdateKind::Elementwise { role, settings: 0 }, Work::Elements)
         }
         ParameterRole::Muon { layout, .. } => {
             let matrices = Matrices { shape: [m, n], layout };
-            (UpdateKind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
+            let settings = route.settings;
+            (
+                UpdateKind::Muon { count, matrices, settings },
+                Work::Matrices { count, rows: m, columns: n },
+            )
         }
         ParameterRole::Embedding
         | ParameterRole::Head
         | ParameterRole::Vector
         | ParameterRole::Frozen => {
-            let role = routing.factors(role);
+            let (role, settings) = (route.factors, route.settings);
             match route.custom.clone() {
                 Some(optimizer) => (UpdateKind::Whole { lr: role.lr, optimizer }, Work::Whole),
-                None => (UpdateKind::Elementwise { role }, Work::Elements),
+                None => (UpdateKind::Elementwise { role, settings }, Work::Elements),
             }
         }
     }

@@ -216,12 +216,30 @@ impl MuonConfig {
             weight_decay: self.weight_decay.clone(),
             lr_scale: self.lr_scale,
             lr_factor: self.lr_factor,
+            has_own_momentum: false,
+            has_own_decay: false,
             clipping: self.grad_clipping.clone(),
             newton_schulz: iteration.with_kernels(self.kernels),
             parts: self.parts.clone(),
             precision,
             ledger: Ledger::default(),
         })
+    }
+
+    /// Fails for settings of rules that no run can use.
+    pub(super) fn check_rules(&self) -> Result<()> {
+        let of_muon = |momentum: Option<&MomentumConfig>, decay: Option<&WeightDecay>| {
+            let momentum = momentum.unwrap_or(&self.momentum);
+            let weight_decay = decay.unwrap_or(&self.weight_decay);
+            momentum.check()?;
+            let mut rates = weight_decay.rate().extremes();
+            rates.try_for_each(|rate| ensure_size("weight_decay", rate))?;
+            let mut momenta = momentum.momentum.extremes();
+            let precision = self.precision();
+            momenta.try_for_each(|mu| precision.ensure_decays("momentum.momentum", mu))?;
+            check_combination(&self.parts, momentum, weight_decay)
+        };
+        self.rules.iter().try_for_each(|rule| rule.check(self.precision(), of_muon))
     }
 
     /// The settings of half precision.

@@ -45,14 +45,15 @@ impl MuonConfig {
     pub(crate) fn route_found(&self, parameters: &[Found]) -> Result<Routing> {
         self.optimizers.check(self.rules.iter().filter_map(RoutingRule::optimizer))?;
         let muon = self.update()?;
+        self.check_rules()?;
         let updates = Updates {
-            rest: Arc::new(self.rest.update(
+            rest: vec![Arc::new(self.rest.update(
                 self.precision(),
                 self.kernels,
                 self.grad_clipping.as_ref(),
                 muon.ledger.clone(),
-            )),
-            muon: Arc::new(muon),
+            ))],
+            muon: vec![Arc::new(muon)],
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
@@ -138,6 +139,7 @@ impl Routing {
                 ParameterRole::Muon { view, layout } => {
                     let rule = |path: &str, view| {
                         let once = self.expected().once();
+                        let muon = &muon[route.settings];
                         matrices(Muon::for_parameter(muon, path, (view, layout), skipped, once))
                     };
                     let blocks = route.matrix_blocks().expect("a route has matrices");
@@ -148,8 +150,8 @@ impl Routing {
                     let names = blocks.names(path);
                     let of_block = |(index, name): (usize, &String)| {
                         if route.left.contains(&index) {
-                            let role = self.factors(ParameterRole::Vector);
-                            let rule = Elementwise::new(rest.clone(), role, name, skipped);
+                            let role = self.factors_of_left();
+                            let rule = Elementwise::new(rest[0].clone(), role, name, skipped);
                             return BlockRule::Elements(rule);
                         }
                         BlockRule::Matrices(rule(name, MatrixView::Batch))
@@ -159,7 +161,7 @@ impl Routing {
                     optim.with_group(parameter, rule, None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                    let role = self.factors(route.role);
+                    let (role, rest) = (route.factors, &rest[route.settings]);
                     if let Some(name) = &route.custom {
                         let rule = Whole::new(updates.whole(name), rest, role.lr, path, skipped);
                         let rule = Resumed::new(rule, path, &refusals);

@@ -9,6 +9,7 @@ mod expectations;
 mod layers;
 mod names;
 mod rules;
+mod settings;
 mod summary;
 mod views;
 
@@ -19,20 +20,21 @@ use std::sync::Arc;
 use burn::module::{ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
-use crate::blocks::{Blocks, Split};
+use crate::blocks::{BlockSide, Blocks};
 use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 use crate::update::{
-    ElementwiseUpdate, Ledger, MAX_RANK, Matrices, MuonUpdate, RoleFactors, Roles, SkippedSteps,
-    WholeUpdate,
+    ElementwiseUpdate, Ledger, MAX_RANK, Matrices, MuonUpdate, Precision, RoleFactors, Roles,
+    SkippedSteps, WholeUpdate,
 };
 use built_in::Anatomy;
 pub use expectations::Expectation;
 pub(crate) use expectations::{Expected, Stepped, ensure_once};
 use rules::{Decision, Rules};
 pub use rules::{MuonRoutingRule, RoutingRule};
+use settings::OwnSettings;
 pub use summary::RoleSummary;
 
 /// The role of a parameter, which decides on its optimizer.
@@ -119,17 +121,25 @@ pub struct ParameterRoute {
     pub shape: Vec<usize>,
     /// The role of the parameter.
     pub role: ParameterRole,
-    /// The outputs of every block that the parameter's matrices are cut into, each a matrix of its
+    /// The sizes of the blocks that the parameter's matrices are cut into, each a matrix of its
     /// own; none for matrices that are not cut.
     pub blocks: Vec<usize>,
+    /// The side of the matrices that is cut into the blocks.
+    pub block_side: BlockSide,
     /// The indices of the blocks that AdamW updates.
     pub left: Vec<usize>,
-    /// The name of the optimizer, with the view and the blocks of a matrix or the role, as in
-    /// `Muon (Batch)` and `AdamW (head)`; `-` for a frozen parameter.
+    /// The name of the optimizer, with the view and the blocks of a matrix or the role, and with
+    /// the settings of a rule that has its own, as in `Muon (Batch)` and `AdamW (head), 2 x rate`;
+    /// `-` for a frozen parameter.
     pub optimizer: String,
     /// The name in the rule, if an optimizer of [`MuonConfig`](crate::MuonConfig)'s `optimizers`
     /// updates the parameter.
     pub custom: Option<String>,
+    /// The factor on the learning rate, from the rule and the role; 1 for matrices, whose update
+    /// has it.
+    pub(crate) factors: RoleFactors,
+    /// The index of the update, among Muon's or among those element by element.
+    pub(crate) settings: usize,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
     /// Floating-point operations per step of Muon's iteration, or of a
@@ -143,8 +153,10 @@ pub struct ParameterRoute {
 /// The rules by which parameters are updated.
 #[derive(Debug, Clone)]
 pub(crate) struct Updates {
-    pub muon: Arc<MuonUpdate>,
-    pub rest: Arc<ElementwiseUpdate>,
+    /// First with the settings of the configuration, and then with settings of rules.
+    pub muon: Vec<Arc<MuonUpdate>>,
+    /// The same.
+    pub rest: Vec<Arc<ElementwiseUpdate>>,
     pub custom: CustomOptimizers,
     pub skipped: SkippedSteps,
 }
@@ -161,56 +173,75 @@ pub struct Routing {
 impl Updates {
     /// The ledger that all updates write.
     pub fn ledger(&self) -> &Ledger {
-        &self.muon.ledger
+        &self.muon[0].ledger
     }
 
     /// The update by an optimizer of the user's.
     pub fn whole(&self, name: &str) -> WholeUpdate {
         let optimizer = self.custom.get(name).clone();
-        let (precision, ledger) = (self.rest.precision, self.ledger().clone());
+        let (precision, ledger) = (self.precision(), self.ledger().clone());
         WholeUpdate { name: name.into(), optimizer, precision, ledger }
     }
 
-    /// The name of a role's optimizer.
-    fn optimizer(&self, role: ParameterRole) -> String {
+    /// The precision that is kept of parameters in half precision, by all updates.
+    pub fn precision(&self) -> Precision {
+        self.rest[0].precision
+    }
+
+    /// The name of a role's optimizer, for the update of an index.
+    fn optimizer(&self, role: ParameterRole, settings: usize) -> String {
         match role {
             ParameterRole::Muon { view: MatrixView::Single, .. } => "Muon".to_owned(),
             ParameterRole::Muon { view, .. } => format!("Muon ({view:?})"),
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                format!("{} ({role})", self.rest.rule.name())
+                format!("{} ({role})", self.rest[settings].rule.name())
             }
             ParameterRole::Frozen => "-".to_owned(),
         }
     }
 
-    fn route(&self, found: &Found, decision: Decision<'_>) -> Result<ParameterRoute> {
+    fn route(&mut self, found: &Found, decision: &Decision<'_>) -> Result<ParameterRoute> {
         let Found { path, shape, dtype, .. } = found;
-        let Decision { role, optimizer: custom, split, left, reason } = decision;
+        let &Decision { role, optimizer: custom, own, ref reason, .. } = decision;
+        let (settings, factors) = match role {
+            ParameterRole::Muon { .. } => (self.muon_with(&own), RoleFactors::ONE),
+            ParameterRole::Frozen => (0, RoleFactors::ONE),
+            ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
+                let settings = self.rest_with(&own);
+                let RoleFactors { lr, decay } = factors(&self.rest[settings].roles, role);
+                (settings, RoleFactors { lr: lr * own.lr_factor, decay })
+            }
+        };
         let mut route = ParameterRoute {
             path: path.clone(),
             id: found.id,
             shape: shape.clone(),
             role,
             blocks: vec![],
+            block_side: BlockSide::default(),
             left: vec![],
             optimizer: match custom {
                 Some(name) => format!("{name} ({role})"),
-                None => self.optimizer(role),
+                None => self.optimizer(role, settings),
             },
             custom: custom.map(str::to_owned),
-            reason,
+            factors,
+            settings,
+            reason: reason.clone(),
             operations: 0.0,
             state_bytes: 0,
         };
         match role {
             ParameterRole::Muon { view, layout } => {
-                self.route_matrices(&mut route, found, view, layout, split, left)?;
+                self.route_matrices(&mut route, found, (view, layout), decision)?;
+                route.optimizer += &own.describe(None);
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
-                self.rest.precision.ensure_supported(path, *dtype)?;
+                self.precision().ensure_supported(path, *dtype)?;
+                route.optimizer += &own.describe(Some(&self.rest[settings]));
                 let slots = match custom {
-                    None => self.rest.slots(*dtype),
+                    None => self.rest[settings].slots(*dtype),
                     Some(name) => {
                         ensure_whole(path, shape)?;
                         let update = self.whole(name);
@@ -230,34 +261,32 @@ impl Updates {
         &self,
         route: &mut ParameterRoute,
         Found { path, shape, dtype, device, .. }: &Found,
-        view: MatrixView,
-        layout: MatrixLayout,
-        split: Option<&Split>,
-        left: &[usize],
+        (view, layout): (MatrixView, MatrixLayout),
+        &Decision { split, left, .. }: &Decision<'_>,
     ) -> Result<()> {
-        let batch @ [_, m, n] = view.batch_shape(path, shape)?;
-        self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
-        self.muon.precision.ensure_supported(path, *dtype)?;
-        if let Some(split) = split {
-            // Blocks are cut along the outputs.
-            let outputs = if layout == MatrixLayout::InOut { n } else { m };
-            route.blocks = split.sizes(path, shape, outputs)?;
+        let batch = view.batch_shape(path, shape)?;
+        let muon = &self.muon[route.settings];
+        muon.newton_schulz.ensure_supported(path, device, *dtype)?;
+        muon.precision.ensure_supported(path, *dtype)?;
+        if let Some((split, side)) = split {
+            route.block_side = side;
+            route.blocks = split.sizes(path, shape, (side, batch[side.dimension(layout)]))?;
             route.optimizer += &format!(", {} blocks", route.blocks.len());
         }
         if !left.is_empty() {
             ensure_left(path, shape, left, route.blocks.len())?;
             route.left = left.to_vec();
-            let vector = self.optimizer(ParameterRole::Vector);
+            let vector = self.optimizer(ParameterRole::Vector, 0);
             route.optimizer += &format!(", {} of {vector}", left.len());
         }
-        let blocks = Blocks::new(batch, layout, &route.blocks);
+        let blocks = Blocks::new(batch, route.block_side.dimension(layout), &route.blocks);
         for (index, batch @ [k, m, n]) in blocks.batches().enumerate() {
             let matrices = Matrices { shape: [m, n], layout };
             let (batch, slots) = match left.contains(&index) {
-                true => (ElementwiseUpdate::batch(&batch), self.rest.slots(*dtype)),
+                true => (ElementwiseUpdate::batch(&batch), self.rest[0].slots(*dtype)),
                 false => {
-                    route.operations += self.muon.operations(batch, *dtype, device);
-                    (batch, self.muon.slots(matrices, k > 1, *dtype))
+                    route.operations += muon.operations(batch, *dtype, device);
+                    (batch, muon.slots(matrices, k > 1, *dtype))
                 }
             };
             route.state_bytes += slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum::<usize>();
@@ -276,7 +305,8 @@ impl ParameterRoute {
         match self.role {
             ParameterRole::Muon { view, layout } => {
                 let batch = view.batch_shape(&self.path, &self.shape)?;
-                let blocks = Blocks::new(batch, layout, &self.blocks);
+                let dimension = self.block_side.dimension(layout);
+                let blocks = Blocks::new(batch, dimension, &self.blocks);
                 Ok(if view == MatrixView::Leading { blocks.leading() } else { blocks })
             }
             _ => Ok(Blocks::of_elements(self.shape.iter().product())),
@@ -286,7 +316,7 @@ impl ParameterRoute {
 
 impl Routing {
     pub(crate) fn new(
-        updates: Updates,
+        mut updates: Updates,
         rules: &[RoutingRule],
         layout: MatrixLayout,
         first_linear: FirstLinear,
@@ -301,18 +331,21 @@ impl Routing {
         // Burn identifies parameters by their ids: a step would write the same update to two
         // places.
         reject_shared(parameters)?;
-        let rules = Rules::compile(rules, parameters)?;
         let anatomy = Anatomy::of(parameters, first_linear);
-        let decide = |found: &Found| {
-            let (role, reason) = anatomy.role(found, layout);
-            let built_in = Decision { role, optimizer: None, split: None, left: &[], reason };
+        let built_in: Vec<_> =
+            parameters.iter().map(|found| (found, anatomy.role(found, layout))).collect();
+        let roles: Vec<_> = built_in.iter().map(|(found, (role, _))| (*found, *role)).collect();
+        let rules = Rules::compile(rules, &roles)?;
+        let decide = |(found, (role, reason)): (&Found, (ParameterRole, String))| {
+            let own = OwnSettings::NONE;
+            let built_in = Decision { role, optimizer: None, split: None, left: &[], own, reason };
             let ruled = found.trainable.then(|| rules.decide(found, &built_in, layout));
             ruled.flatten().unwrap_or(built_in)
         };
-        let decisions: Vec<_> = parameters.iter().map(decide).collect();
+        let decisions: Vec<_> = built_in.into_iter().map(decide).collect();
         views::ensure_views(parameters.iter().zip(&decisions))?;
         let routes = parameters.iter().zip(decisions);
-        let routes = routes.map(|(found, decision)| updates.route(found, decision));
+        let routes = routes.map(|(found, decision)| updates.route(found, &decision));
         let routes = routes.collect::<Result<_>>()?;
         Ok(Self { routes, updates, expected: Expected::default() })
     }
@@ -355,8 +388,8 @@ impl Routing {
         parameter_group(paths, ids)
     }
 
-    /// Replaces the update of matrices by one with other settings of a step.
-    pub(crate) fn set_muon(&mut self, muon: Arc<MuonUpdate>) {
+    /// Replaces the updates of matrices by others with other settings of a step.
+    pub(crate) fn set_muon(&mut self, muon: Vec<Arc<MuonUpdate>>) {
         self.updates.muon = muon;
     }
 
@@ -371,15 +404,19 @@ impl Routing {
         &self.updates.skipped
     }
 
-    /// The factors of a role. Nothing reads them for matrices and frozen parameters.
-    pub(crate) fn factors(&self, role: ParameterRole) -> RoleFactors {
-        let Roles { embedding, head, vector } = self.updates.rest.roles;
-        match role {
-            ParameterRole::Embedding => embedding,
-            ParameterRole::Head => head,
-            ParameterRole::Vector => vector,
-            ParameterRole::Muon { .. } | ParameterRole::Frozen => RoleFactors::ONE,
-        }
+    /// The factors of blocks that are left to AdamW.
+    pub(crate) fn factors_of_left(&self) -> RoleFactors {
+        self.updates.rest[0].roles.vector
+    }
+}
+
+/// The factors of a role. Nothing reads them for matrices and frozen parameters.
+fn factors(&Roles { embedding, head, vector }: &Roles, role: ParameterRole) -> RoleFactors {
+    match role {
+        ParameterRole::Embedding => embedding,
+        ParameterRole::Head => head,
+        ParameterRole::Vector => vector,
+        ParameterRole::Muon { .. } | ParameterRole::Frozen => RoleFactors::ONE,
     }
 }
 

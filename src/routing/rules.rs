@@ -5,10 +5,14 @@ use serde::{Deserialize, Serialize};
 
 use super::ParameterRole;
 use super::built_in::flat_layout;
-use crate::blocks::Split;
+use super::settings::OwnSettings;
+use crate::blocks::{BlockSide, Split};
+use crate::checks::ensure_size;
+use crate::elementwise::ElementwiseConfig;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
+use crate::update::{MomentumConfig, Precision, WeightDecay};
 
 /// Routes the parameters whose path matches a regular expression to Muon, to AdamW or to an
 /// optimizer of the user's.
@@ -30,7 +34,17 @@ use crate::parameters::Found;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RoutingRule {
     pattern: String,
+    /// The built-in role of the parameters that the rule is for; any for `None`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    role: Option<ParameterRole>,
+    #[serde(default = "one")]
+    lr_factor: f64,
     to: Destination,
+}
+
+/// The factor of rules without one.
+fn one() -> f64 {
+    1.0
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,9 +54,18 @@ enum Destination {
         layout: Option<MatrixLayout>,
         split: Option<Split>,
         #[serde(default)]
+        side: BlockSide,
+        #[serde(default)]
         left: Vec<usize>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        momentum: Option<Box<MomentumConfig>>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        weight_decay: Option<Box<WeightDecay>>,
     },
     AdamW,
+    Elementwise {
+        settings: Box<ElementwiseConfig>,
+    },
     Custom {
         optimizer: String,
     },
@@ -56,7 +79,11 @@ pub struct MuonRoutingRule {
     view: MatrixView,
     layout: Option<MatrixLayout>,
     split: Option<Split>,
+    side: BlockSide,
     left: Vec<usize>,
+    lr_factor: f64,
+    momentum: Option<Box<MomentumConfig>>,
+    weight_decay: Option<Box<WeightDecay>>,
 }
 
 impl RoutingRule {
@@ -69,14 +96,37 @@ impl RoutingRule {
             view: MatrixView::Single,
             layout: None,
             split: None,
+            side: BlockSide::Outputs,
             left: vec![],
+            lr_factor: 1.0,
+            momentum: None,
+            weight_decay: None,
         }
     }
 
     /// Routes parameters to AdamW. The learning rate has the factor `embedding_lr` or `head_lr` for
     /// parameters to which the built-in rules give that role, and `vector_lr` for all others.
     pub fn adamw(pattern: impl Into<String>) -> Self {
-        Self { pattern: pattern.into(), to: Destination::AdamW }
+        Self::to(pattern, Destination::AdamW)
+    }
+
+    /// Routes parameters to AdamW or Lion with settings of their own, in place of
+    /// [`MuonConfig::rest`](crate::MuonConfig::rest): betas, epsilon, weight decay and the factors
+    /// of roles. Roles are as for [`adamw`](Self::adamw).
+    ///
+    /// ```
+    /// use distmuon::{AdamWConfig, MuonConfig, ParameterRole, RoutingRule};
+    ///
+    /// // As in nanochat: three sets of betas, and a tenth of the weight decay for values.
+    /// let adamw = |beta_1, beta_2| AdamWConfig::new().with_beta_1(beta_1).with_beta_2(beta_2);
+    /// let values = adamw(0.8, 0.995).with_weight_decay(0.01);
+    /// let config = MuonConfig::new()
+    ///     .with_adamw(adamw(0.8, 0.95))
+    ///     .with_rule(RoutingRule::elementwise("", adamw(0.8, 0.96)).of_role(ParameterRole::Head))
+    ///     .with_rule(RoutingRule::elementwise("value_embeds", values).lr_factor(0.5));
+    /// ```
+    pub fn elementwise(pattern: impl Into<String>, settings: impl Into<ElementwiseConfig>) -> Self {
+        Self::to(pattern, Destination::Elementwise { settings: Box::new(settings.into()) })
     }
 
     /// Routes parameters of up to eight dimensions to an optimizer that
@@ -84,15 +134,60 @@ impl RoutingRule {
     /// which updates every parameter as a whole: see [`custom`](crate::custom). Roles and learning
     /// rates are as for [`adamw`](Self::adamw).
     pub fn custom(pattern: impl Into<String>, optimizer: impl Into<String>) -> Self {
-        Self { pattern: pattern.into(), to: Destination::Custom { optimizer: optimizer.into() } }
+        Self::to(pattern, Destination::Custom { optimizer: optimizer.into() })
+    }
+
+    fn to(pattern: impl Into<String>, to: Destination) -> Self {
+        Self { pattern: pattern.into(), role: None, lr_factor: 1.0, to }
+    }
+
+    /// Sets a factor on the learning rate of the parameters, in addition to the factor of their
+    /// role; zero or more. Of Muon's, in addition to [`lr_factor`](crate::MuonConfig::lr_factor).
+    pub fn lr_factor(self, lr_factor: f64) -> Self {
+        Self { lr_factor, ..self }
+    }
+
+    /// Limits the rule to parameters to which the built-in rules give a role, of whatever view: for
+    /// settings of all embeddings, for example, with the expression `""`.
+    pub fn of_role(self, role: ParameterRole) -> Self {
+        Self { role: Some(role), ..self }
     }
 
     /// The name of the optimizer of the user's that the rule routes to.
     pub(crate) fn optimizer(&self) -> Option<&str> {
         match &self.to {
             Destination::Custom { optimizer } => Some(optimizer),
-            Destination::Muon { .. } | Destination::AdamW => None,
+            Destination::Muon { .. } | Destination::AdamW | Destination::Elementwise { .. } => None,
         }
+    }
+
+    /// Fails for settings that no run can use, with averages of a precision. `of_muon` checks a
+    /// momentum and a weight decay together with what all matrices have in common.
+    pub(crate) fn check(
+        &self,
+        precision: Precision,
+        of_muon: impl Fn(Option<&MomentumConfig>, Option<&WeightDecay>) -> Result<()>,
+    ) -> Result<()> {
+        let check = || {
+            ensure_size("lr_factor", self.lr_factor)?;
+            match &self.to {
+                Destination::Muon { momentum, weight_decay, .. } => {
+                    of_muon(momentum.as_deref(), weight_decay.as_deref())
+                }
+                Destination::Elementwise { settings } => {
+                    settings.check()?;
+                    let mut decays = settings.decays().into_iter();
+                    decays.try_for_each(|(name, decay)| precision.ensure_decays(name, decay))
+                }
+                Destination::AdamW | Destination::Custom { .. } => Ok(()),
+            }
+        };
+        check().map_err(|error| error.in_field(&format!("rules (`{}`)", self.pattern)))
+    }
+
+    /// Returns `true` if the rule is for parameters of a built-in role.
+    fn is_for(&self, built_in: ParameterRole) -> bool {
+        self.role.is_none_or(|role| role.index() == built_in.index())
     }
 }
 
@@ -136,10 +231,25 @@ impl MuonRoutingRule {
         Self { split: Some(Split::Sizes(outputs.into())), ..self }
     }
 
-    /// Takes the matrix as a number of blocks of equal size, one for each head. Otherwise as
-    /// [`split`](Self::split).
+    /// Takes the matrix as a number of blocks of equal size, one for each head; half as many for
+    /// pairs of heads. Otherwise as [`split`](Self::split).
     pub fn heads(self, count: usize) -> Self {
         Self { split: Some(Split::Equal(count)), ..self }
+    }
+
+    /// Takes the blocks of [`split`](Self::split) or [`heads`](Self::heads) along the inputs: for
+    /// the output projection of an attention, whose inputs are the heads. The layout of the
+    /// matrix, and with it the scales, stay as they are.
+    ///
+    /// ```
+    /// use distmuon::{MuonConfig, RoutingRule};
+    ///
+    /// let config = MuonConfig::new()
+    ///     .with_rule(RoutingRule::muon(r"(query|key|value)\.weight$").heads(8))
+    ///     .with_rule(RoutingRule::muon(r"output\.weight$").heads(8).of_inputs());
+    /// ```
+    pub fn of_inputs(self) -> Self {
+        Self { side: BlockSide::Inputs, ..self }
     }
 
     /// Leaves blocks of [`split`](Self::split) or [`heads`](Self::heads) to AdamW, at the learning
@@ -162,11 +272,32 @@ impl MuonRoutingRule {
     pub fn layout(self, layout: MatrixLayout) -> Self {
         Self { layout: Some(layout), ..self }
     }
+
+    /// Sets a factor on the learning rate of the matrices, in addition to
+    /// [`MuonConfig::lr_factor`](crate::MuonConfig::lr_factor); zero or more.
+    pub fn lr_factor(self, lr_factor: f64) -> Self {
+        Self { lr_factor, ..self }
+    }
+
+    /// Sets the momentum of the matrices, in place of
+    /// [`MuonConfig::momentum`](crate::MuonConfig::momentum).
+    pub fn momentum(self, momentum: impl Into<MomentumConfig>) -> Self {
+        Self { momentum: Some(Box::new(momentum.into())), ..self }
+    }
+
+    /// Sets the weight decay of the matrices, in place of
+    /// [`MuonConfig::weight_decay`](crate::MuonConfig::weight_decay).
+    pub fn weight_decay(self, weight_decay: impl Into<WeightDecay>) -> Self {
+        Self { weight_decay: Some(Box::new(weight_decay.into())), ..self }
+    }
 }
 
 impl From<MuonRoutingRule> for RoutingRule {
-    fn from(MuonRoutingRule { pattern, view, layout, split, left }: MuonRoutingRule) -> Self {
-        Self { pattern, to: Destination::Muon { view, layout, split, left } }
+    fn from(rule: MuonRoutingRule) -> Self {
+        let MuonRoutingRule { pattern, view, layout, split, side, left, .. } = rule;
+        let MuonRoutingRule { lr_factor, momentum, weight_decay, .. } = rule;
+        let to = Destination::Muon { view, layout, split, side, left, momentum, weight_decay };
+        Self { pattern, role: None, lr_factor, to }
     }
 }
 
@@ -191,10 +322,13 @@ impl RoutingRule {
             optimizer: self.optimizer(),
             split: None,
             left: &[],
+            own: self.own(),
             reason,
         };
         match &self.to {
-            &Destination::Muon { view, layout, ref split, ref left } if view.fits(&found.shape) => {
+            &Destination::Muon { view, layout, ref split, side, ref left, .. }
+                if view.fits(&found.shape) =>
+            {
                 let layout = layout.unwrap_or_else(|| match view {
                     MatrixView::Flatten => flat_layout(found),
                     MatrixView::Single | MatrixView::Batch | MatrixView::Leading => default,
@@ -206,15 +340,32 @@ impl RoutingRule {
                 Decision {
                     role: ParameterRole::Muon { view, layout },
                     optimizer: None,
-                    split: split.as_ref(),
+                    split: split.as_ref().map(|split| (split, side)),
                     left,
+                    own: self.own(),
                     reason: format!("rule `{}`{overridden}", self.pattern),
                 }
             }
             Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
-            Destination::AdamW | Destination::Custom { .. } => {
+            Destination::AdamW | Destination::Elementwise { .. } | Destination::Custom { .. } => {
                 rest(format!("rule `{}`", self.pattern))
             }
+        }
+    }
+
+    /// The settings of the parameters that the rule matches.
+    fn own(&self) -> OwnSettings<'_> {
+        let none = OwnSettings { lr_factor: self.lr_factor, ..OwnSettings::NONE };
+        match &self.to {
+            Destination::Muon { momentum, weight_decay, .. } => OwnSettings {
+                momentum: momentum.as_deref(),
+                weight_decay: weight_decay.as_deref(),
+                ..none
+            },
+            Destination::Elementwise { settings } => {
+                OwnSettings { elementwise: Some(settings), ..none }
+            }
+            Destination::AdamW | Destination::Custom { .. } => none,
         }
     }
 
@@ -232,7 +383,10 @@ impl RoutingRule {
                     MatrixView::Single | MatrixView::Flatten => "a matrix that it matches",
                 })
             }
-            Destination::Muon { .. } | Destination::AdamW | Destination::Custom { .. } => None,
+            Destination::Muon { .. }
+            | Destination::AdamW
+            | Destination::Elementwise { .. }
+            | Destination::Custom { .. } => None,
         }
     }
 }
@@ -242,10 +396,11 @@ pub(super) struct Decision<'a> {
     pub role: ParameterRole,
     /// The name of an optimizer of the user's that updates the parameter.
     pub optimizer: Option<&'a str>,
-    /// The blocks that the parameter's matrices are cut into.
-    pub split: Option<&'a Split>,
+    /// The blocks that the parameter's matrices are cut into, and the side that is cut.
+    pub split: Option<(&'a Split, BlockSide)>,
     /// The indices of the blocks that AdamW updates.
     pub left: &'a [usize],
+    pub own: OwnSettings<'a>,
     pub reason: String,
 }
 
@@ -255,7 +410,10 @@ pub(super) struct Rules<'a>(Vec<(&'a RoutingRule, Regex)>);
 impl<'a> Rules<'a> {
     /// Compiles rules. Fails for patterns that are malformed, and for rules that have no effect in
     /// a model.
-    pub fn compile(rules: &'a [RoutingRule], parameters: &[Found]) -> Result<Self> {
+    pub fn compile(
+        rules: &'a [RoutingRule],
+        parameters: &[(&Found, ParameterRole)],
+    ) -> Result<Self> {
         let compile = |rule: &'a RoutingRule| match Regex::new(&rule.pattern) {
             Ok(regex) => Ok((rule, regex)),
             Err(error) => {
@@ -264,8 +422,11 @@ impl<'a> Rules<'a> {
         };
         let rules = rules.iter().map(compile).collect::<Result<Vec<_>>>()?;
         for (rule, regex) in &rules {
+            let is_matched = |(found, role): &&(&Found, ParameterRole)| {
+                regex.is_match(&found.path) && rule.is_for(*role)
+            };
             let matches: Vec<&Found> =
-                parameters.iter().filter(|found| regex.is_match(&found.path)).collect();
+                parameters.iter().filter(is_matched).map(|(found, _)| *found).collect();
             // A rule with a typing error would otherwise train with the defaults, in silence.
             if let Some(expected) = rule.missing(&matches) {
                 return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });
@@ -282,7 +443,11 @@ impl<'a> Rules<'a> {
         layout: MatrixLayout,
     ) -> Option<Decision<'a>> {
         // The last rule that matches counts, so general rules come first.
-        let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;
+        let (rule, _) = self
+            .0
+            .iter()
+            .rev()
+            .find(|(rule, regex)| regex.is_match(&found.path) && rule.is_for(built_in.role))?;
         Some(rule.decide(found, built_in, layout))
     }
 }

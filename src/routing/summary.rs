@@ -1,5 +1,6 @@
 //! The tables of a routing: its parameters, and the costs of its roles.
 
+use std::collections::HashSet;
 use std::fmt;
 
 use comfy_table::{CellAlignment, Table, presets};
@@ -40,15 +41,23 @@ impl Routing {
     /// Returns the parameters and costs of each role, and of each optimizer of the user's. Those
     /// without parameters are left out.
     pub fn summary(&self) -> Vec<RoleSummary> {
-        let summaries = (0..ParameterRole::COUNT).filter_map(|index| {
+        let name = |route: &ParameterRoute| match route.role {
+            ParameterRole::Frozen => "frozen".to_owned(),
+            role => self.updates.optimizer(role.without_view(), route.settings),
+        };
+        let summaries = (0..ParameterRole::COUNT).flat_map(|index| {
             let is_of_role =
                 |route: &&ParameterRoute| route.custom.is_none() && route.role.index() == index;
-            let mut routes = self.routes.iter().filter(is_of_role).peekable();
-            let name = match routes.peek()?.role {
-                ParameterRole::Frozen => "frozen".to_owned(),
-                role => self.updates.optimizer(role.without_view()),
+            let routes: Vec<_> = self.routes.iter().filter(is_of_role).collect();
+            // A rule may have given some parameters of a role another optimizer.
+            let mut names: Vec<String> = routes.iter().map(|route| name(route)).collect();
+            let mut seen = HashSet::new();
+            names.retain(|name| seen.insert(name.clone()));
+            let of_name = |of: String| {
+                let routes = routes.iter().copied().filter(|route| name(route) == of);
+                RoleSummary::of(&of, routes)
             };
-            Some(RoleSummary::of(&name, routes))
+            names.into_iter().map(of_name).collect::<Vec<_>>()
         });
         let custom = self.updates.custom.names().map(|name| {
             let is_of_name = |route: &&ParameterRoute| route.custom.as_deref() == Some(name);

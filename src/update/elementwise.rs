@@ -40,14 +40,14 @@ pub(crate) struct ElementwiseParameter<'a> {
 }
 
 /// The factors of a role on the learning rate of a step and on the weight decay.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct RoleFactors {
     pub lr: f64,
     pub decay: f64,
 }
 
 /// The factors of the roles that have some.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Roles {
     pub embedding: RoleFactors,
     pub head: RoleFactors,
@@ -55,7 +55,7 @@ pub(crate) struct Roles {
 }
 
 /// The rule of the update.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum ElementwiseRule {
     AdamW(AdamWStep),
     Lion(LionStep),
@@ -144,6 +144,14 @@ impl ElementwiseRule {
         match self {
             Self::AdamW(_) => "AdamW",
             Self::Lion(_) => "Lion",
+        }
+    }
+
+    /// The decays of both averages.
+    pub fn betas(self) -> [f64; 2] {
+        match self {
+            Self::AdamW(AdamWStep { beta_1, beta_2, .. })
+            | Self::Lion(LionStep { beta_1, beta_2 }) => [beta_1, beta_2],
         }
     }
 

@@ -12,7 +12,7 @@ use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::ledger::Ledger;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
-use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
+use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius, norms_along};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
@@ -41,6 +41,9 @@ pub(crate) struct MuonUpdate {
     pub weight_decay: WeightDecay,
     pub lr_scale: LrScale,
     pub lr_factor: f64,
+    /// `true` if the momentum, or the weight decay, belongs to a rule, which programs do not set.
+    pub has_own_momentum: bool,
+    pub has_own_decay: bool,
     pub clipping: Option<GradientClippingConfig>,
     pub newton_schulz: NewtonSchulz,
     pub parts: Vec<Part>,
@@ -187,6 +190,9 @@ impl MuonUpdate {
     pub fn with_momentum(&self, momentum: f64) -> Result<Self> {
         ensure_decay("momentum", momentum)?;
         self.precision.ensure_decays("momentum", momentum)?;
+        if self.has_own_momentum {
+            return Ok(self.clone());
+        }
         let momentum = self.momentum.clone().with_momentum(momentum.into());
         Ok(Self { momentum, ..self.clone() })
     }
@@ -194,6 +200,9 @@ impl MuonUpdate {
     /// The same update at another rate of the weight decay, the same at every step.
     pub fn with_weight_decay(&self, rate: f64) -> Result<Self> {
         ensure_size("weight_decay", rate)?;
+        if self.has_own_decay {
+            return Ok(self.clone());
+        }
         Ok(Self { weight_decay: self.weight_decay.at_rate(rate), ..self.clone() })
     }
 
@@ -279,8 +288,15 @@ impl MuonUpdate {
         !is_half(parameter)
             && !decays_by_clock
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
+            && !self.decays_after()
             && !self.has_parts(Stage::Parameter)
             && !self.reads(Quantity::OldNorm)
+            && !self.reads(Quantity::OldOutputNorms)
+    }
+
+    /// Returns `true` if the weight decay comes after the parts of the parameter.
+    fn decays_after(&self) -> bool {
+        matches!(self.weight_decay, WeightDecay::CautiousAfter(_))
     }
 
     /// The matrices of a batch by their positions in the schedules, from the lengths of its
@@ -336,6 +352,11 @@ impl MuonUpdate {
             self.size(lr, batch.matrices, section.time).step(flag)
         };
         let steps: Vec<_> = sections.iter().map(step).collect();
+        let agreeing = self.decays_after().then(|| {
+            let agrees =
+                joined(&values, shape) * direction.clone().cast(precise_dtype(batch.dtype));
+            agrees.greater_elem(0.0)
+        });
         // The kernel reads one list of flags for matrices, to which the idle ones are added.
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
@@ -348,6 +369,17 @@ impl MuonUpdate {
             let new = self.apply_parts(Stage::Parameter, old.clone(), state, &known, &mask);
             // A part may divide by a norm of zero: matrices that stay must not see its result.
             values = split_like(mask().select(new, old), &values);
+        }
+        if let Some(agreeing) = agreeing {
+            let after = sections.iter().map(|section| {
+                let lr = parameters[section.parameter].lr;
+                (self.size(lr, batch.matrices, section.time).after, section.count)
+            });
+            let old = joined(&values, shape);
+            let kept = by_section(after, (old.dtype(), &old.device())).neg().add_scalar(1.0);
+            let new = old.clone().mask_where(agreeing, old.clone() * kept);
+            let unchanged = batch.unchanged(&diverged, &idle);
+            values = split_like(unchanged.select(new, old), &values);
         }
         // After the update, and in float32, so that master weights are scaled as well; also where
         // the gradient was rejected.
@@ -474,6 +506,9 @@ impl MuonUpdate {
             scale: self.scale(matrices),
             keep: self.reads(Quantity::Keep).then(|| started.keep()),
             old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(started.inputs.whole())),
+            old_output_norms: self
+                .reads(Quantity::OldOutputNorms)
+                .then(|| norms_along(started.inputs.whole(), matrices.along_output())),
             gradient_norm: None,
             update_norm: None,
         }

@@ -20,6 +20,11 @@ pub enum WeightDecay {
     /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in
     /// <https://github.com/karpathy/nanochat>.
     CautiousScaled(Schedule),
+    /// [`Cautious`](Self::Cautious) after the parts of the parameter, so that a part that sets a
+    /// norm does not undo it: `P <- (1 - lr w) P'` for the elements with `P U > 0`, where `P` is
+    /// the parameter before the step and `P'` after it and its parts (modded-nanogpt's third track,
+    /// <https://github.com/KellerJordan/modded-nanogpt>, pull request 328, June 2026).
+    CautiousAfter(Schedule),
     /// `P <- (1 - w) P`: the decay does not follow the learning rate
     /// (<https://github.com/NVIDIA-NeMo/Emerging-Optimizers>).
     Independent(Schedule),
@@ -51,6 +56,7 @@ impl WeightDecay {
             Self::Decoupled(_) => Self::Decoupled(rate),
             Self::Cautious(_) => Self::Cautious(rate),
             Self::CautiousScaled(_) => Self::CautiousScaled(rate),
+            Self::CautiousAfter(_) => Self::CautiousAfter(rate),
             Self::Independent(_) => Self::Independent(rate),
             Self::SquaredRate(_) => Self::SquaredRate(rate),
             Self::Coupled(_) => Self::Coupled(rate),
@@ -63,6 +69,7 @@ impl WeightDecay {
             Self::Decoupled(rate)
             | Self::Cautious(rate)
             | Self::CautiousScaled(rate)
+            | Self::CautiousAfter(rate)
             | Self::Independent(rate)
             | Self::SquaredRate(rate)
             | Self::Coupled(rate) => rate,
@@ -81,6 +88,9 @@ pub(crate) struct StepSize {
     pub cautious: bool,
     /// The factor on the old values that are added to the gradient.
     pub coupled: f64,
+    /// The share of the new values that is taken off after the parts, where they agree with the
+    /// update.
+    pub after: f64,
 }
 
 impl StepSize {
@@ -95,16 +105,20 @@ impl StepSize {
             WeightDecay::CautiousScaled(_) => (scaled, true),
             WeightDecay::Independent(_) => (1.0, false),
             WeightDecay::SquaredRate(_) => (lr * lr, false),
-            // It has been added to the gradient.
-            WeightDecay::Coupled(_) => (0.0, false),
+            // The first has been added to the gradient, and the second comes after the parts.
+            WeightDecay::Coupled(_) | WeightDecay::CautiousAfter(_) => (0.0, false),
         };
         let coupled = if matches!(weight_decay, WeightDecay::Coupled(_)) { rate } else { 0.0 };
-        Self { decay: decay(decayed_at, rate), lr: scaled, cautious, coupled }
+        let after = match weight_decay {
+            WeightDecay::CautiousAfter(_) => lr * rate,
+            _ => 0.0,
+        };
+        Self { decay: decay(decayed_at, rate), lr: scaled, cautious, coupled, after }
     }
 
     /// The step size of decoupled weight decay at a constant rate.
     pub fn decoupled(lr: f64, rate: f64) -> Self {
-        Self { decay: decay(lr, rate), lr, cautious: false, coupled: 0.0 }
+        Self { decay: decay(lr, rate), lr, cautious: false, coupled: 0.0, after: 0.0 }
     }
 }
 
@@ -135,8 +149,9 @@ mod tests {
     #[test]
     fn only_the_decay_depends_on_the_method() {
         let size = |decay: WeightDecay| {
-            let StepSize { decay, lr, cautious, coupled } = StepSize::new(0.1, 4.0, &decay, 0);
-            (decay, lr, cautious, coupled)
+            let size = StepSize::new(0.1, 4.0, &decay, 0);
+            assert_eq!(size.after, 0.0);
+            (size.decay, size.lr, size.cautious, size.coupled)
         };
         let rate = || Schedule::constant(0.25);
         assert_eq!(size(WeightDecay::Decoupled(rate())), (0.975, 0.4, false, 0.0));
@@ -145,6 +160,8 @@ mod tests {
         assert_eq!(size(WeightDecay::Independent(rate())), (0.75, 0.4, false, 0.0));
         assert_eq!(size(WeightDecay::SquaredRate(rate())), (0.9975, 0.4, false, 0.0));
         assert_eq!(size(WeightDecay::Coupled(rate())), (1.0, 0.4, false, 0.25));
+        let after = StepSize::new(0.1, 4.0, &WeightDecay::CautiousAfter(rate()), 0);
+        assert_eq!((after.decay, after.lr, after.after), (1.0, 0.4, 0.025));
         assert_eq!(WeightDecay::from(0.25), WeightDecay::Decoupled(rate()));
     }
 }

@@ -5,11 +5,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::parts::{
     AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, RadialBrake,
-    Renormalization, RowEquilibration,
+    RelativeUpdate, Renormalization, RowEquilibration,
 };
 use distmuon::{
-    LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, RoutingRule, Schedule,
-    WeightDecay,
+    AdamWConfig, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, RoutingRule,
+    Schedule, WeightDecay,
 };
 
 use crate::models::{Fixed, gradients};
@@ -77,19 +77,45 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![RadialBrake::new(0.5, 0.9).into(), MaxNorm::new(9.0).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
         }),
+        ("a floor of updates", {
+            let parts = vec![
+                NorMuon::new(0.9).into(),
+                RelativeUpdate::floor_per_output(0.5).with_most(Some(0.9)).into(),
+                RadialBrake::new(0.5, 1.0).into(),
+            ];
+            let decay = WeightDecay::CautiousAfter(0.5.into());
+            MuonConfig::new().with_parts(parts).with_weight_decay(decay)
+        }),
+        ("settings of rules", {
+            let table = AdamWConfig::new().with_beta_1(0.7).with_beta_2(0.8).with_weight_decay(0.2);
+            MuonConfig::new()
+                .with_parts(vec![NorMuon::new(0.9).into()])
+                .with_rule(RoutingRule::muon(r"weights\.1").momentum(0.8).lr_factor(2.0))
+                .with_rule(RoutingRule::muon("weight_stack").batch().weight_decay(0.4))
+                .with_rule(RoutingRule::muon(r"weights\.4").split([2, 4]).of_inputs())
+                .with_rule(RoutingRule::elementwise("table", table).lr_factor(0.5))
+                .with_rule(RoutingRule::elementwise("bias", LionConfig::new()))
+        }),
         ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
     ]
 }
 
 /// Returns a configuration whose update needs no more of values than to apply directions to them:
-/// without the parts that constrain values, and with decoupled weight decay instead of coupled.
+/// without the parts that read or constrain values, and with decoupled weight decay instead of one
+/// before or after them.
 pub fn separable(mut muon: MuonConfig) -> MuonConfig {
-    let constrains =
-        |part: &Part| matches!(part, Part::Hyperball(_) | Part::MaxNorm(_) | Part::RadialBrake(_));
-    muon.parts.retain(|part| !constrains(part));
-    if let WeightDecay::Coupled(decay) = muon.weight_decay {
-        muon.weight_decay = WeightDecay::Decoupled(decay);
-    }
+    muon.parts.retain(|part| {
+        !matches!(
+            part,
+            Part::Hyperball(_) | Part::MaxNorm(_) | Part::RadialBrake(_) | Part::RelativeUpdate(_)
+        )
+    });
+    muon.weight_decay = match muon.weight_decay {
+        WeightDecay::Coupled(decay) | WeightDecay::CautiousAfter(decay) => {
+            WeightDecay::Decoupled(decay)
+        }
+        decay => decay,
+    };
     muon
 }
 
@@ -136,12 +162,15 @@ impl Net {
     }
 }
 
-/// Adds the rules for a [`Net`].
-pub fn routed(config: MuonConfig) -> MuonConfig {
-    config
+/// Adds the rules for a [`Net`], before those that the configuration has.
+pub fn routed(mut config: MuonConfig) -> MuonConfig {
+    let own = std::mem::take(&mut config.rules);
+    let mut config = config
         .with_rule(RoutingRule::muon("weights"))
         .with_rule(RoutingRule::muon(r"weights\.2").layout(MatrixLayout::OutIn))
         .with_rule(RoutingRule::muon(r"weights\.4").split([10, 4]))
         .with_rule(RoutingRule::muon("weight_stack").batch())
-        .with_rule(RoutingRule::adamw("table"))
+        .with_rule(RoutingRule::adamw("table"));
+    config.rules.extend(own);
+    config
 }

@@ -1,6 +1,6 @@
 //! The settings of a case of Muon.
 
-use distmuon::parts::{AdaMuon, Hyperball, Namo, NorMuon};
+use distmuon::parts::{AdaMuon, Hyperball, Namo, NorMuon, RadialBrake, RelativeUpdate};
 use distmuon::{
     Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
     NewtonSchulzConfig, Part, RoutingRule, Schedule, WeightDecay,
@@ -33,6 +33,10 @@ pub struct MuonSettings {
     pub second_moment: Option<SecondMoment>,
     #[serde(default)]
     pub hyperball: Option<Ball>,
+    #[serde(default)]
+    pub relative_update: Option<Ratio>,
+    #[serde(default)]
+    pub radial_brake: Option<Brake>,
     #[serde(default)]
     pub splits: Option<Vec<usize>>,
     #[serde(default)]
@@ -117,6 +121,7 @@ pub enum WeightDecayName {
     #[default]
     Decoupled,
     Cautious,
+    CautiousAfter,
     Independent,
     Palm,
     L2,
@@ -158,6 +163,34 @@ pub struct Ball {
     radius: f64,
 }
 
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ratio {
+    pub least: f64,
+    #[serde(default)]
+    pub most: Option<f64>,
+    /// `true` for the norms of rows.
+    #[serde(default)]
+    pub rows: bool,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Brake {
+    pub outward: f64,
+    pub inward: f64,
+}
+
+impl Ratio {
+    fn part(self) -> Part {
+        let part = match self.rows {
+            true => RelativeUpdate::floor_per_output(self.least),
+            false => RelativeUpdate::floor(self.least),
+        };
+        part.with_most(self.most).into()
+    }
+}
+
 impl MuonSettings {
     /// The configuration for a model with the parameter `weight` in a layout.
     pub fn config(&self, layout: MatrixLayout) -> Outcome<MuonConfig> {
@@ -172,12 +205,17 @@ impl MuonSettings {
             .with_dtype(self.iteration_dtype.dtype());
         let (scale, factor) = self.scale.scale();
         let second_moment = self.second_moment.map(SecondMoment::part);
+        let ratio = self.relative_update.map(Ratio::part);
         let hyperball = self.hyperball.map(|ball| Hyperball::fixed(ball.radius).into());
+        let brake = self
+            .radial_brake
+            .map(|Brake { outward, inward }| RadialBrake::new(outward, inward).into());
+        let parts = [second_moment, ratio, hyperball, brake];
         Ok(MuonConfig::new()
             .with_newton_schulz(newton_schulz)
             .with_momentum(momentum)
             .with_weight_decay(self.weight_decay_method.decay(self.weight_decay))
-            .with_parts(second_moment.into_iter().chain(hyperball).collect())
+            .with_parts(parts.into_iter().flatten().collect())
             .with_lr_scale(scale)
             .with_lr_factor(factor * self.lr_factor)
             .with_layout(layout)
@@ -245,6 +283,7 @@ impl WeightDecayName {
         match self {
             Self::Decoupled => WeightDecay::Decoupled(rate),
             Self::Cautious => WeightDecay::Cautious(rate),
+            Self::CautiousAfter => WeightDecay::CautiousAfter(rate),
             Self::Independent => WeightDecay::Independent(rate),
             Self::Palm => WeightDecay::SquaredRate(rate),
             Self::L2 => WeightDecay::Coupled(rate),

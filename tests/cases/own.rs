@@ -9,7 +9,7 @@ use faer::Mat;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use super::muon::{FormName, MuonSettings, ScaleName, ViewName, WeightDecayName};
+use super::muon::{Brake, FormName, MuonSettings, Ratio, ScaleName, ViewName, WeightDecayName};
 use super::{Case, Header, Outcome};
 
 /// Steps of a case.
@@ -57,6 +57,28 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
             vec![30, 18],
             0.05,
             json!({"momentum_form": "sum", "momentum_warmup": {"from": 0.5, "steps": 3}}),
+        ),
+        (
+            "own-update-floor",
+            vec![24, 16],
+            0.05,
+            json!({"relative_update": {"least": 2.5}, "weight_decay": 0.0}),
+        ),
+        (
+            "own-row-floor-cautious",
+            vec![20, 28],
+            0.05,
+            json!({
+                "relative_update": {"least": 1.9, "rows": true}, "weight_decay": 0.5,
+                "weight_decay_method": "cautious_after",
+                "radial_brake": {"outward": 0.0, "inward": 1.0},
+            }),
+        ),
+        (
+            "own-relative-update",
+            vec![3, 16, 24],
+            0.05,
+            json!({"relative_update": {"least": 1.0, "most": 1.0}, "view": "batch"}),
         ),
     ]
 }
@@ -152,8 +174,11 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
         serde_json::from_value(header.config.clone()).expect("the header has all settings");
     let has_parts = settings.second_moment.is_some() || settings.hyperball.is_some();
     let is_cut = settings.splits.is_some() || settings.heads.is_some();
-    let is_decoupled = settings.weight_decay_method == WeightDecayName::Decoupled;
-    assert!(is_decoupled && !has_parts && !is_cut, "not in this reference: {settings:?}");
+    let is_known = matches!(
+        settings.weight_decay_method,
+        WeightDecayName::Decoupled | WeightDecayName::CautiousAfter
+    );
+    assert!(is_known && !has_parts && !is_cut, "not in this reference: {settings:?}");
     let [rows, columns] = match (settings.view, shape) {
         (ViewName::Flatten, [rows, rest @ ..]) => [*rows, rest.iter().product()],
         (_, [.., rows, columns]) => [*rows, *columns],
@@ -196,15 +221,46 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
             for (k, update) in update.chunks(rows * columns).enumerate() {
                 let matrix = Mat::from_fn(rows, columns, |i, j| update[i * columns + j]);
                 let orthogonal = newton_schulz(&matrix, &schedule, settings.epsilon);
-                for i in 0..rows {
-                    for j in 0..columns {
-                        let p = &mut parameter[(k * rows + i) * columns + j];
-                        *p *= 1.0 - header.lr * settings.weight_decay;
-                        *p -= header.lr * settings.lr_factor * scale * orthogonal[(i, j)];
-                    }
+                let update = faer::Scale(settings.lr_factor * scale) * orthogonal;
+                let matrix = &mut parameter[k * rows * columns..][..rows * columns];
+                let old = Mat::from_fn(rows, columns, |i, j| matrix[i * columns + j]);
+                let new = stepped(&settings, header.lr, &old, update);
+                for (index, value) in matrix.iter_mut().enumerate() {
+                    *value = new[(index / columns, index % columns)];
                 }
             }
             parameter.clone()
         })
         .collect()
+}
+
+/// A matrix after a step by an update, with the parts and the decay of the settings.
+fn stepped(settings: &MuonSettings, lr: f64, old: &Mat<f64>, mut update: Mat<f64>) -> Mat<f64> {
+    if let Some(Ratio { least, most, rows }) = settings.relative_update {
+        let factor = |old: f64, update: f64| {
+            let floor = (least * old / update).max(1.0);
+            most.map_or(floor, |most| floor.min(most * old / update))
+        };
+        let whole = factor(old.norm_l2(), update.norm_l2());
+        update = Mat::from_fn(update.nrows(), update.ncols(), |i, j| {
+            let of_row = || factor(old.row(i).norm_l2(), update.row(i).norm_l2());
+            update[(i, j)] * if rows { of_row() } else { whole }
+        });
+    }
+    let decay = lr * settings.weight_decay;
+    let is_after = settings.weight_decay_method == WeightDecayName::CautiousAfter;
+    let kept = if is_after { 1.0 } else { 1.0 - decay };
+    let mut new = faer::Scale(kept) * old - faer::Scale(lr) * &update;
+    if let Some(Brake { outward, inward }) = settings.radial_brake {
+        let change = new.norm_l2() - old.norm_l2();
+        let fraction = if change > 0.0 { outward } else { inward };
+        new = faer::Scale((old.norm_l2() + fraction * change) / new.norm_l2()) * new;
+    }
+    if is_after {
+        new = Mat::from_fn(new.nrows(), new.ncols(), |i, j| {
+            let agrees = old[(i, j)] * update[(i, j)] > 0.0;
+            new[(i, j)] * if agrees { 1.0 - decay } else { 1.0 }
+        });
+    }
+    new
 }

@@ -31,6 +31,7 @@ mod qk_clip;
 mod recipes;
 mod resuming;
 mod routing;
+mod rule_settings;
 mod saver;
 mod skipped_tests;
 mod split;

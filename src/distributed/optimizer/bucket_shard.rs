@@ -36,6 +36,8 @@ pub struct Shard {
     /// This rank's part of the bucket's buffer.
     range: Range<usize>,
     update: Update,
+    /// The index of the update among updates of its kind.
+    settings: usize,
     /// `true` if any of the bucket's parameters is a stack of matrices.
     has_stacks: bool,
     /// The parameters in this rank's part, in order.
@@ -119,8 +121,9 @@ impl Shard {
         divided: &DividedModel,
         rank_matrices: &mut Vec<usize>,
     ) -> Self {
-        let DividedModel { world, trainable: parameters, routing, .. } = divided;
-        let updates @ Updates { muon, rest, .. } = routing.updates();
+        let DividedModel { world, plan, trainable: parameters, routing, .. } = divided;
+        let updates = routing.updates();
+        let settings = bucket.settings(plan.parameters());
         let (rank, device) = (world.rank(), &divided.device());
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
@@ -133,19 +136,20 @@ impl Shard {
             BucketKind::Matrices => {
                 // The flags of the matrices of all buckets are one tensor, so that one sum adds
                 // them up for all parameters.
-                let first = rank_matrices.len();
+                let (first, muon) = (rank_matrices.len(), &updates.muon[settings]);
                 let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
                 rank_matrices.extend(matrices(bucket, parameters, &range));
                 (Update::Muon(muon.clone()), batches)
             }
             BucketKind::Whole => {
                 let batches = whole_batches(&runs, parameters, (bucket.dtype, device), updates);
-                (Update::Whole(rest.policy), batches)
+                (Update::Whole(updates.rest[0].policy), batches)
             }
             BucketKind::Elements | BucketKind::Replicated => {
                 // Runs of similar length are neighbours: a launch processes several as if all had
                 // the length of the longest, and reads them in vectors only if all lengths are
                 // multiples of 8.
+                let rest = &updates.rest[settings];
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
                 let batch = ElementwiseUpdate::batch(&[range.len()]);
                 let slots = rest.slots(bucket.dtype);
@@ -168,7 +172,7 @@ impl Shard {
         };
         let has_stacks = bucket.parameters.iter().any(|index| parameters[*index].is_stack());
         let (bucket, device) = (bucket.clone(), device.clone());
-        Self { bucket, exchange, range, update, has_stacks, runs, batches, device }
+        Self { bucket, exchange, range, update, settings, has_stacks, runs, batches, device }
     }
 
     /// The shard of the rank before this one, with a state of zero, by the rule of this rank.
@@ -180,7 +184,7 @@ impl Shard {
             // With a ledger of its own, which nobody reads: the iterations of an audit are none of
             // the step's.
             let update = MuonUpdate { ledger: Ledger::default(), ..(**muon).clone() };
-            shard.set_muon(&Arc::new(update));
+            shard.update = Update::Muon(Arc::new(update));
         }
         shard
     }
@@ -215,10 +219,10 @@ impl Shard {
         self.runs.iter().map(|run| (run.parameter, run.elements.start))
     }
 
-    /// Replaces the rule of matrices by one with other settings of a step.
-    pub fn set_muon(&mut self, update: &Arc<MuonUpdate>) {
+    /// Replaces the rule of matrices by one with other settings of a step, of the updates of all.
+    pub fn set_muon(&mut self, updates: &[Arc<MuonUpdate>]) {
         if let Update::Muon(muon) = &mut self.update {
-            *muon = update.clone();
+            *muon = updates[self.settings].clone();
         }
     }
 

@@ -29,7 +29,8 @@ impl DistModuleOptimizer {
     /// it while they run. All ranks make this call, with the same value, which the next step
     /// compares.
     ///
-    /// The value is not part of a checkpoint: set it again after [`load`](Self::load).
+    /// The value is not part of a checkpoint: set it again after [`load`](Self::load). Matrices of
+    /// a rule with a [momentum](crate::MuonRoutingRule::momentum) of its own keep that.
     ///
     /// ```
     /// use burn::{nn::LinearConfig, tensor::Device};
@@ -47,9 +48,8 @@ impl DistModuleOptimizer {
     /// [`Error::Setting`](crate::Error::Setting) for a momentum outside of `[0, 1)`, or one that
     /// averages in bfloat16 do not follow.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
-        let update = self.divided.routing.updates().muon.with_momentum(momentum)?;
+        self.set_updates(|update| update.with_momentum(momentum))?;
         self.running.momentum = Some(momentum);
-        self.set_update(update);
         Ok(())
     }
 
@@ -61,15 +61,16 @@ impl DistModuleOptimizer {
     ///
     /// [`Error::Setting`](crate::Error::Setting) for a rate that is not finite, or negative.
     pub fn set_weight_decay(&mut self, rate: f64) -> Result<()> {
-        let update = self.divided.routing.updates().muon.with_weight_decay(rate)?;
+        self.set_updates(|update| update.with_weight_decay(rate))?;
         self.running.weight_decay = Some(rate);
-        self.set_update(update);
         Ok(())
     }
 
-    fn set_update(&mut self, update: MuonUpdate) {
-        let update = Arc::new(update);
-        self.divided.routing.set_muon(update.clone());
-        self.shards.iter_mut().for_each(|shard| shard.set_muon(&update));
+    fn set_updates(&mut self, set: impl Fn(&MuonUpdate) -> Result<MuonUpdate>) -> Result<()> {
+        let all = self.divided.routing.updates().muon.iter();
+        let all = all.map(|update| set(update).map(Arc::new)).collect::<Result<Vec<_>>>()?;
+        self.shards.iter_mut().for_each(|shard| shard.set_muon(&all));
+        self.divided.routing.set_muon(all);
+        Ok(())
     }
 }

@@ -238,7 +238,10 @@ fn agree_on_rejected(
     // Read by the host, and only with loss scaling: everything else is decided on the device.
     let overflowed = scaling.overflows(&rejected);
     let acceptance = Acceptance::new(rejected, diverged, step.absent.clone());
-    let mask = FiniteMask::from_rows(acceptance.rejected.clone());
+    let mask = |others: Option<&Tensor<1>>| {
+        let rejected = acceptance.rejected.clone();
+        FiniteMask::from_rows(others.map_or(rejected.clone(), |o| rejected.max_pair(o.clone())))
+    };
     let Counters { skipped, corrections } = &mut accounts.counters;
     // Also for a step that is skipped as a whole: the parameters whose gradients overflowed are
     // named by their counts.
@@ -246,10 +249,27 @@ fn agree_on_rejected(
     if overflowed {
         return Ok(None);
     }
-    let rest = &step.divided.routing.updates().rest;
     // Not in a skipped step: AdamW's moments stay as they are, and so do their corrections.
-    *corrections = rest.correct(corrections.clone(), &mask);
+    *corrections = correct(step.divided, corrections.clone(), mask, &accounts.others);
     Ok(Some(acceptance.rejected))
+}
+
+/// The bias corrections after a step, of every update element by element for its parameters.
+/// `mask` adds parameters to those that stay as they are.
+fn correct(
+    divided: &DividedModel,
+    corrections: [Tensor<1>; 2],
+    mask: impl Fn(Option<&Tensor<1>>) -> FiniteMask,
+    others: &[Tensor<1>],
+) -> [Tensor<1>; 2] {
+    let rest = &divided.routing.updates().rest;
+    match others {
+        // All parameters have one update.
+        [] => rest[0].correct(corrections, &mask(None)),
+        others => rest.iter().zip(others).fold(corrections, |corrections, (rest, others)| {
+            rest.correct(corrections, &mask(Some(others)))
+        }),
+    }
 }
 
 /// Gathers this rank's part of each owned parameter from the shards that its replicas updated.

@@ -6,6 +6,7 @@ use super::device_counters::Counters;
 use super::divided_model::DividedModel;
 use super::missing_gradients::Absence;
 use super::rejected_gradients::RowSums;
+use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::Result;
 use crate::muon::MuonConfig;
 use crate::slices;
@@ -23,6 +24,28 @@ pub struct Accounts {
     /// parameters that stay as they are, when it is counted.
     pub diverged: Tensor<1>,
     pub absence: Absence,
+    /// For each update element by element, 1 for the parameters of all others; none if there is one
+    /// update.
+    pub others: Vec<Tensor<1>>,
+}
+
+/// The parameters that each update element by element does not have.
+fn others(divided: &DividedModel) -> Vec<Tensor<1>> {
+    let count = divided.routing.updates().rest.len();
+    let flags = |index: usize| -> Vec<f32> {
+        let is_other = |parameter: &TrainableParameter| match parameter.kind {
+            UpdateKind::Elementwise { settings, .. } => settings != index,
+            // Nothing reads the corrections of other kinds: the first update advances them.
+            UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => index != 0,
+        };
+        divided.trainable.iter().map(|p| f32::from(u8::from(is_other(p)))).collect()
+    };
+    match count {
+        1 => vec![],
+        _ => (0..count)
+            .map(|index| Tensor::from_data(&*flags(index), (&divided.device(), DType::F32)))
+            .collect(),
+    }
 }
 
 impl Accounts {
@@ -36,6 +59,7 @@ impl Accounts {
             matrices: RowSums::new(matrices, parameters, &device),
             diverged: slices::zeros(matrices.len(), DType::F32, &device),
             absence: Absence::new(config.max_absent, parameters),
+            others: others(divided),
         }
     }
 

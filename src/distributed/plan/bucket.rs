@@ -47,7 +47,8 @@ pub struct Piece {
 /// Parameters that are communicated together, in a flat buffer that is the concatenation of the
 /// pieces.
 ///
-/// Every parameter is in exactly one bucket. All parameters of a bucket have the same type.
+/// Every parameter is in exactly one bucket. All parameters of a bucket have the same type and the
+/// same settings.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Bucket {
     /// The way in which ranks divide the bucket.
@@ -158,6 +159,11 @@ impl Bucket {
         counts.rotate_right(1);
         let counts = counts.into_iter().collect();
         Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
+    }
+
+    /// Returns the index of the settings of the bucket's parameters.
+    pub fn settings(&self, parameters: &[Parameter]) -> usize {
+        self.parameters.first().map_or(0, |index| parameters[*index].settings)
     }
 
     /// Returns the number of elements of the flat buffer, including padding.
@@ -329,7 +335,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
         if config.order == MatrixOrder::Size {
             by_size(&mut chosen);
         }
-        for ((dtype, placement, _), indices) in groups(&chosen, parameters) {
+        for ((dtype, placement, ..), indices) in groups(&chosen, parameters) {
             // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
             let bytes = match kind {
@@ -356,15 +362,15 @@ fn matrix_order(parameter: &Parameter) -> Option<(Reverse<u128>, [usize; 2])> {
     Some((Reverse(m * m * n), [rows, columns]))
 }
 
-/// The type, the placement and the axes of cuts of parameters that may share a bucket.
-type Group<'a> = (DType, Placement, &'a [String]);
+/// The type, placement, axes of cuts and settings of parameters that may share a bucket.
+type Group<'a> = (DType, Placement, &'a [String], usize);
 
 /// Separates the indices by group, in the order of the first parameter of each group.
 fn groups<'a>(indices: &[usize], parameters: &'a [Parameter]) -> Vec<(Group<'a>, Vec<usize>)> {
     let mut groups: Vec<(Group, Vec<usize>)> = vec![];
     for &index in indices {
         let parameter = &parameters[index];
-        let key = (parameter.dtype, parameter.placement, parameter.cut_axes());
+        let key = (parameter.dtype, parameter.placement, parameter.cut_axes(), parameter.settings);
         match groups.iter_mut().find(|(group, _)| *group == key) {
             Some((_, group)) => group.push(index),
             None => groups.push((key, vec![index])),

@@ -61,6 +61,9 @@ pub struct Parameter {
     pub placement: Placement,
     /// The slices into which it is cut, along axes of a mesh. `None` if it is not cut.
     pub slices: Option<Slices>,
+    /// The settings of the update, by an index: parameters of other settings are in other buckets.
+    #[serde(default)]
+    pub settings: usize,
 }
 
 impl Parameter {

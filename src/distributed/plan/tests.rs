@@ -53,6 +53,7 @@ pub fn stack(path: &str, count: usize, [rows, columns]: [usize; 2]) -> Parameter
         work,
         placement: Placement::Replicated,
         slices: None,
+        settings: 0,
     }
 }
 
@@ -129,6 +130,7 @@ pub fn elements(path: &str, shape: &[usize]) -> Parameter {
         work: Work::Elements,
         placement: Placement::Replicated,
         slices: None,
+        settings: 0,
     }
 }
 
@@ -447,6 +449,7 @@ fn any_parameter() -> impl proptest::strategy::Strategy<Value = Parameter> {
             work,
             placement: Placement::Replicated,
             slices: None,
+            settings: 0,
         }
     })
 }

@@ -2,7 +2,7 @@
 
 use super::super::momentum::MomentumConfig;
 use super::super::step_size::WeightDecay;
-use super::{Part, Stage};
+use super::{Part, RelativeTo, Stage};
 use crate::error::{Error, Result};
 
 /// Fails for combinations of parts, and of parts with momentum or weight decay, that no run can
@@ -71,8 +71,16 @@ fn first_repeated(parts: &[Part]) -> Option<&Part> {
 fn first_resized(parts: &[Part]) -> Option<(&Part, &Part)> {
     let after: Vec<&Part> =
         parts.iter().filter(|part| part.stages().contains(&Stage::After)).collect();
-    let only_scales = |part| matches!(part, &Part::Renormalization(_) | &Part::Namo(_));
-    let sets_norm = |part| matches!(part, &Part::Renormalization(_) | &Part::Hyperball(_));
+    let only_scales = |part: &Part| match part {
+        Part::Renormalization(_) | Part::Namo(_) => true,
+        Part::RelativeUpdate(part) => part.to == RelativeTo::Matrix,
+        _ => false,
+    };
+    let sets_norm = |part: &Part| match part {
+        Part::Renormalization(_) | Part::Hyperball(_) => true,
+        Part::RelativeUpdate(part) => part.is_exact(),
+        _ => false,
+    };
     let resized = after.windows(2).find(|pair| only_scales(pair[0]) && sets_norm(pair[1]));
     resized.map(|pair| (pair[0], pair[1]))
 }

@@ -12,6 +12,7 @@ mod max_norm;
 mod namo;
 mod normuon;
 mod radial_brake;
+mod relative_update;
 mod renormalization;
 
 use std::fmt;
@@ -33,14 +34,15 @@ pub use max_norm::MaxNorm;
 pub use namo::Namo;
 pub use normuon::{Averaged, NorMuon};
 pub use radial_brake::RadialBrake;
+pub use relative_update::{RelativeTo, RelativeUpdate};
 pub use renormalization::{Renormalization, TargetNorm};
 
 /// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
 /// run stage after stage, and within a stage in the order in which they are listed: see
 /// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
 /// [`Hyperball`] with [`MaxNorm`], with [`RadialBrake`] or with a weight decay that only scales,
-/// and a scale after the iteration ([`Renormalization`], [`Namo`]) right before a part that sets
-/// the norm anew.
+/// and a scale after the iteration ([`Renormalization`], [`Namo`], [`RelativeUpdate`] of matrices)
+/// right before a part that sets the norm anew.
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -76,6 +78,8 @@ pub enum Part {
     AdaMuon(AdaMuon),
     /// Scales by the norms of momentum and gradients, after the iteration.
     Namo(Namo),
+    /// Keeps the ratio of an update to the parameter above a floor and below a limit.
+    RelativeUpdate(RelativeUpdate),
     /// Keeps the parameter at a Frobenius norm.
     Hyperball(Hyperball),
     /// Limits the Frobenius norm of the parameter.
@@ -146,7 +150,7 @@ pub(crate) struct Matrices {
 impl Matrices {
     /// The dimension of a batch `[k, m, n]` along which the entries of one output are: of the rows,
     /// in the literature's layout `[outputs, inputs]`.
-    fn along_output(self) -> usize {
+    pub(super) fn along_output(self) -> usize {
         match self.layout {
             MatrixLayout::OutIn => 2,
             MatrixLayout::InOut => 1,
@@ -159,6 +163,7 @@ impl Matrices {
 pub(super) enum Quantity {
     Keep,
     OldNorm,
+    OldOutputNorms,
     GradientNorm,
     UpdateNorm,
 }
@@ -173,6 +178,9 @@ pub(super) struct Known {
     pub keep: Option<Tensor<3>>,
     /// The Frobenius norm of the parameter before the step.
     pub old_norm: Option<Tensor<3>>,
+    /// The norms of the entries of every output of the parameter before the step, `[k, m, 1]` or
+    /// `[k, 1, n]`.
+    pub old_output_norms: Option<Tensor<3>>,
     /// The Frobenius norm of the gradient.
     pub gradient_norm: Option<Tensor<3>>,
     /// The Frobenius norm of what is orthogonalised.
@@ -224,6 +232,7 @@ impl Part {
             Self::NorMuon(part) => part,
             Self::AdaMuon(part) => part,
             Self::Namo(part) => part,
+            Self::RelativeUpdate(part) => part,
             Self::Hyperball(part) => part,
             Self::MaxNorm(part) => part,
             Self::RadialBrake(part) => part,
@@ -279,6 +288,13 @@ fn by_largest(x: Tensor<3>) -> (Tensor<3>, Tensor<3>) {
     // Squares of numbers from 1e-30 to 1e+20 leave the range of float32; those of ratios do not.
     let largest = x.clone().abs().max_dim(2).max_dim(1).clamp_min(f32::MIN_POSITIVE);
     (x / largest.clone(), largest)
+}
+
+/// The norms along a dimension of a batch, of size 1 there.
+pub(super) fn norms_along(x: Tensor<3>, dimension: usize) -> Tensor<3> {
+    // As in `by_largest`.
+    let largest = x.clone().abs().max_dim(dimension).clamp_min(f32::MIN_POSITIVE);
+    (x / largest.clone()).square().sum_dim(dimension).sqrt() * largest
 }
 
 /// The Frobenius norm of every matrix, `[k, 1, 1]`.

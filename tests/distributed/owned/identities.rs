@@ -239,6 +239,14 @@ pub fn averages_are_those_of_whole_parameters() {
                 let new = values(&layout.unshard(&run.0)?);
                 expected.iter_mut().zip(new).for_each(|(a, p)| *a = *a * 0.75 + p * 0.25);
             }
+            // The readout of a tail average: a part of it, and the rest of the model.
+            let read = layout.unshard(&layout.average(run.0.clone(), &average, 0.4)?)?;
+            let last = values(&layout.unshard(&run.0)?);
+            let blended: Vec<f32> =
+                last.iter().zip(&expected).map(|(p, e)| p * 0.4 + e * 0.6).collect();
+            for (actual, expected) in values(&read).iter().zip(&blended) {
+                assert!((actual - expected).abs() <= 1e-6, "{kind:?}: {actual} for {expected}");
+            }
             // Used like the model.
             let tokens = tokens(0, 0, world.device());
             let whole = layout.unshard(&average)?;

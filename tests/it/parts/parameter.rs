@@ -1,6 +1,6 @@
 //! Parts on the parameter, and weight decay.
 
-use distmuon::parts::{Hyperball, MaxNorm, RadialBrake};
+use distmuon::parts::{Hyperball, MaxNorm, RadialBrake, RelativeUpdate};
 use distmuon::{MuonConfig, Part, Schedule, WeightDecay};
 use distmuon_testing::references::random;
 use faer::Mat;
@@ -91,6 +91,49 @@ fn the_radial_brake_keeps_a_fraction_of_the_change_of_the_norm() {
     }
 }
 
+#[test]
+fn updates_are_kept_above_a_floor_and_below_a_limit() {
+    let norms_of_rows = |matrix: &Mat<f64>| -> Vec<f64> {
+        (0..matrix.nrows()).map(|row| matrix.row(row).norm_l2()).collect()
+    };
+    for ratio in [0.1, 0.5, 2.0] {
+        compare(&with(RelativeUpdate::floor(ratio)), |value, grad| {
+            let update = times(SCALE, &iterated(grad));
+            let factor = (ratio * value.norm_l2() / update.norm_l2()).max(1.0);
+            value - times(LR * factor, &update)
+        });
+        compare(&with(RelativeUpdate::exact(ratio)), |value, grad| {
+            let update = iterated(grad);
+            let factor = ratio * value.norm_l2() / update.norm_l2();
+            value - times(LR * factor, &update)
+        });
+        for most in [None, Some(1.2 * ratio)] {
+            let part = RelativeUpdate::floor_per_output(ratio).with_most(most);
+            compare(&with(part), |value, grad| {
+                let update = times(SCALE, &iterated(grad));
+                let (old, of_update) = (norms_of_rows(&value), norms_of_rows(&update));
+                let moved = mapped(&update, |i, _, x| {
+                    let of_row = old[i] / of_update[i];
+                    let floor = (ratio * of_row).max(1.0);
+                    LR * x * most.map_or(floor, |most| floor.min(most * of_row))
+                });
+                value - moved
+            });
+        }
+    }
+}
+
+#[test]
+fn a_parameter_of_zeros_stays_zero_at_an_exact_ratio_and_leaves_it_by_a_floor() {
+    let (_, grads) = &cases()[0];
+    let zeros = Mat::zeros(grads[0].nrows(), grads[0].ncols());
+    for (part, stays) in [(RelativeUpdate::exact(1.0), true), (RelativeUpdate::floor(0.35), false)]
+    {
+        let values = trajectory(&with(part), &zeros, grads, LR, LAYOUTS[0]);
+        assert_eq!(values.iter().all(|value| value.norm_l2() == 0.0), stays, "{part:?}");
+    }
+}
+
 fn decaying(decay: WeightDecay) -> MuonConfig {
     plain().with_lr_factor(SCALE).with_weight_decay(decay)
 }
@@ -142,6 +185,24 @@ fn cautious_decay_never_works_against_the_update() {
         let share = agreeing.squared_norm_l2() / (value.nrows() * value.ncols()) as f64;
         assert!((0.1..0.9).contains(&share), "{share}");
     }
+}
+
+/// As in modded-nanogpt's third track: after the part that sets the norm.
+#[test]
+fn cautious_decay_after_the_parts_is_not_undone_by_them() {
+    let (rate, outward) = (3.0, 0.0);
+    let config = with(RadialBrake::new(outward, 1.0));
+    compare(&config.with_weight_decay(WeightDecay::CautiousAfter(rate.into())), |value, grad| {
+        let (update, before) = (iterated(grad), value.norm_l2());
+        let moved = &value - times(LR * SCALE, &update);
+        let change = moved.norm_l2() - before;
+        let kept = if change > 0.0 { outward } else { 1.0 };
+        let braked = resized(&moved, before + kept * change);
+        mapped(&braked, |i, j, new| {
+            let agrees = value[(i, j)] * update[(i, j)] > 0.0;
+            if agrees { new * (1.0 - LR * rate) } else { new }
+        })
+    });
 }
 
 /// Decay follows a schedule over the steps of the parameter.

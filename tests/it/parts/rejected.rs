@@ -1,7 +1,7 @@
 //! Settings and combinations of parts that no run can use.
 
 use distmuon::parts::{
-    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, RadialBrake, Renormalization,
+    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, RadialBrake, RelativeUpdate, Renormalization,
     RowEquilibration,
 };
 use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
@@ -43,6 +43,12 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((RadialBrake::new(value, 1.0).into(), "RadialBrake.outward"));
         invalid.push((RadialBrake::new(0.5, value).into(), "RadialBrake.inward"));
     }
+    for value in [-0.1, f64::NAN, f64::INFINITY] {
+        invalid.push((RelativeUpdate::floor(value).into(), "RelativeUpdate.least"));
+        let most = RelativeUpdate::floor_per_output(0.5).with_most(Some(value));
+        invalid.push((most.into(), "RelativeUpdate.most"));
+    }
+    invalid.push((RelativeUpdate::exact(1.0).with_most(Some(0.9)).into(), "RelativeUpdate.most"));
     for (part, name) in invalid {
         let text = format!("{part:?}");
         let (setting, _) = rejected(&plain().with_parts(vec![part]));
@@ -65,6 +71,8 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         // Parts of other stages are not in between.
         (vec![namo.clone(), RowEquilibration.into(), orthogonal.clone()], "undoes the scale"),
         (vec![orthogonal.clone(), ball.clone()], "undoes the scale"),
+        (vec![orthogonal.clone(), RelativeUpdate::exact(1.0).into()], "undoes the scale"),
+        (vec![RelativeUpdate::floor(0.35).into(), orthogonal.clone()], "undoes the scale"),
     ] {
         let text = format!("{parts:?}");
         let (setting, message) = rejected(&plain().with_parts(parts));

@@ -288,7 +288,10 @@ impl<'a> PlannedRank<'a> {
             // One batch of all rows, also of zeros.
             let elements = bucket.counts.of(rank);
             let batch = ElementwiseUpdate::batch(&[elements]);
-            return of(updates.rest.slots(bucket.dtype), batch);
+            return of(
+                updates.rest[bucket.settings(&self.trainable.planned)].slots(bucket.dtype),
+                batch,
+            );
         }
         bucket.runs(rank).into_iter().fold([0; 2], |[states, masters], run| {
             let parameter = &self.trainable.trainable[run.parameter];

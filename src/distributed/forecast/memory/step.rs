@@ -315,7 +315,8 @@ impl BucketBytes {
             let has_stacks =
                 bucket.parameters.iter().any(|p| rank.trainable.trainable[*p].is_stack());
             let separates = bucket.kind == BucketKind::Matrices
-                && updates.muon.separates(has_stacks, bucket.dtype);
+                && updates.muon[bucket.settings(plan.parameters())]
+                    .separates(has_stacks, bucket.dtype);
             SliceBytes {
                 gradients: (share + shard) * wide,
                 values: (!separates).then_some((share + shard) * narrow),

@@ -1,6 +1,6 @@
 //! The states of a record or a checkpoint, each taken over by the ranks that have its parameter.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -19,7 +19,9 @@ use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
 use crate::load_difference::{Difference, DifferenceKind};
-use crate::update::{CORRECTIONS, OWN_STATE, TIME, is_half, missing, unused as unused_slot};
+use crate::update::{
+    CORRECTIONS, ElementwiseRule, OWN_STATE, TIME, is_half, missing, unused as unused_slot,
+};
 
 /// Fails for ranks that are about to load another file than rank 0.
 pub fn compare(archive: &Archive, world: &World) -> Result<()> {
@@ -257,13 +259,27 @@ fn fill_shards(
     Ok(())
 }
 
+/// The rule of the update element by element of every trained parameter, which nothing reads where
+/// the parameter has another.
+fn rules_by_path(divided: &DividedModel) -> HashMap<&str, ElementwiseRule> {
+    let updates = divided.routing.updates();
+    let rule = |index: usize| {
+        let settings = match divided.trainable[index].kind {
+            UpdateKind::Elementwise { settings, .. } => settings,
+            UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => 0,
+        };
+        (&*divided.of_model(index).path, updates.rest[settings].rule)
+    };
+    (0..divided.trainable.len()).map(rule).collect()
+}
+
 /// The saved counters of all parameters: 0 for `unused` ones.
 fn saved_counters(
     divided: &DividedModel,
     states: &States,
     unused: &BTreeSet<String>,
 ) -> Result<Counters> {
-    let rule = divided.routing.updates().rest.rule;
+    let rules = rules_by_path(divided);
     divided.counters(|path, name| {
         if unused.contains(path) {
             return Ok(0.0);
@@ -273,7 +289,7 @@ fn saved_counters(
             return Ok(data.iter::<f32>().next().unwrap_or(0.0));
         }
         let steps = states.burns_time(path).unwrap_or(0);
-        let mut corrections = CORRECTIONS.iter().zip(rule.corrections_after(steps));
+        let mut corrections = CORRECTIONS.iter().zip(rules[path].corrections_after(steps));
         let correction = corrections.find(|(slot, _)| slot.name == name);
         Ok(correction.map_or(0.0, |(_, value)| value as f32))
     })
