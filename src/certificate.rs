@@ -312,7 +312,7 @@ mod tests {
         for (bytes, reason) in [
             (damaged, "its chain is broken at step 2"),
             (read.replace("\"a\"", "\"c\"").into_bytes(), "its chain is broken at step 0"),
-            (read[..read.len() / 2].as_bytes().to_vec(), "it is no certificate"),
+            (read.as_bytes()[..read.len() / 2].to_vec(), "it is no certificate"),
         ] {
             fs::write(&path, bytes).unwrap();
             let error = Certificate::read(&path).unwrap_err();

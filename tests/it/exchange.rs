@@ -21,6 +21,9 @@ use distmuon_testing::models::{self, Fixed};
 use safetensors::tensor::Dtype;
 use safetensors::{SafeTensors, serialize_to_file, tensor::TensorView};
 
+/// Tensors of a file by name: type, shape and bytes.
+type Contents = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
 /// A layer of every kind that has another form in PyTorch, and others.
 #[derive(Module, Debug)]
 struct Net {
@@ -89,7 +92,7 @@ fn saved(config: &MuonConfig) -> (tempfile::TempDir, (Net, ModuleOptimizer)) {
 }
 
 /// The tensors of a file: types, shapes and bytes.
-fn tensors(path: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
+fn tensors(path: &Path) -> Contents {
     let bytes = fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let entry = |(name, view): (&str, TensorView<'_>)| {
@@ -98,7 +101,7 @@ fn tensors(path: &Path) -> BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)> {
     file.iter().map(entry).collect()
 }
 
-fn write(path: &Path, tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>) {
+fn write(path: &Path, tensors: &Contents) {
     let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
         (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap())
     });
@@ -260,7 +263,7 @@ impl OfTorch {
 }
 
 /// PyTorch's trajectory, in the layout of Burn.
-struct Trajectory(BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>);
+struct Trajectory(Contents);
 
 /// A map of every parameter of a model to a tensor of the trajectory.
 struct Named<'a> {
@@ -390,7 +393,7 @@ fn a_run_continues_in_pytorch() {
     Exchange::new(Implementation::Torch).export(&run, &file, &net).unwrap();
     // The file that PyTorch wrote at this step, except for roundings.
     let (ours, theirs) = (tensors(&file), tensors(&data("torch-state.safetensors")));
-    let described = |tensors: &BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>| -> Vec<_> {
+    let described = |tensors: &Contents| -> Vec<_> {
         tensors
             .iter()
             .map(|(name, (dtype, shape, _))| (name.clone(), *dtype, shape.clone()))
@@ -441,7 +444,7 @@ fn files_that_do_not_fit_are_refused_with_all_differences() {
     let torch = Exchange::new(Implementation::Torch);
     torch.export(at("run.bpk"), at("good"), &net).unwrap();
     let good = tensors(&at("good"));
-    let changed = |change: &dyn Fn(&mut BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>)| {
+    let changed = |change: &dyn Fn(&mut Contents)| {
         let mut tensors = good.clone();
         change(&mut tensors);
         write(&at("bad"), &tensors);

@@ -33,6 +33,9 @@ fn planners() -> Vec<DistMuonConfig> {
     all.into_iter().flat_map(with).collect()
 }
 
+/// The bytes of every weight, and the owners of every matrix.
+type WeightsAndOwners = (Vec<Vec<u8>>, Vec<Vec<usize>>);
+
 /// Starts a model on ranks, loads a checkpoint if there is one, takes steps, and saves another if
 /// asked to. Returns the whole weights and the owners.
 fn advanced(
@@ -40,7 +43,7 @@ fn advanced(
     (config, lay): (&DistMuonConfig, fn(Layout) -> Layout),
     steps: Range<usize>,
     [from, to]: [Option<&Path>; 2],
-) -> Result<(Vec<Vec<u8>>, Vec<Vec<usize>>)> {
+) -> Result<WeightsAndOwners> {
     let world = with_checkpoints(world);
     let layout = lay(Layout::from(&world).with_small_elements(64)).with_config(config.clone());
     let net = layout.shard(Net::new(world.device()))?;
