@@ -446,7 +446,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         let busy = ranks.flat_map(|since| [since + BUSY_NOTICE, since + self.busy_limit]);
         let busy = busy.filter(|time| *time > now).map(|time| time - now).min();
         match (due, busy) {
-            (Duration::ZERO, busy) => busy.unwrap_or(self.deadline),
+            // A rank may have been spared for so long.
+            (Duration::ZERO, busy) => busy.unwrap_or(self.deadline.min(CONNECTION_LOSS_GRACE)),
             (due, busy) => busy.map_or(due, |busy| busy.min(due)),
         }
     }
@@ -476,6 +477,12 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
                 if state.waits.is_empty() {
                     return Some(self.late(missing, wait));
                 }
+                // It can go on, but its thread has not run since, for instance on a machine that
+                // was suspended. Its wait is none for another rank.
+                if state.waits.iter().any(|wait| self.is_answered(wait)) {
+                    let is_late = now >= self.due_time(first) + CONNECTION_LOSS_GRACE;
+                    return is_late.then(|| self.late(missing, wait));
+                }
                 if !std::mem::replace(&mut visited[missing], true) {
                     waits.extend(&state.waits);
                 }
@@ -496,6 +503,11 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             }
             None => None,
         }
+    }
+
+    /// Returns `true` if the round that a rank waits for is complete.
+    fn is_answered(&self, wait: &Wait) -> bool {
+        matches!(wait.point, WaitPoint::Round(_)) && self.missing(wait).next().is_none()
     }
 
     /// The failure of a rank that is missing for longer than the deadline.
@@ -689,6 +701,23 @@ impl ExternalCalls {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_whose_round_is_complete_is_late_and_does_not_wait() {
+        let mut rounds = Rounds::new(2, LONGEST_WAIT);
+        let (start, members) = (Instant::now(), Arc::from([0, 1]));
+        rounds.arrive((0, 0), &members, 1, "or", ()).unwrap();
+        rounds.wait(1, (0, 0), start).unwrap();
+        rounds.arrive((0, 0), &members, 0, "or", ()).unwrap();
+        // Rank 0 goes on, and the thread of rank 1 does not run.
+        rounds.arrive((0, 1), &members, 0, "gather", ()).unwrap();
+        rounds.wait(0, (0, 1), start).unwrap();
+        let due = start + LONGEST_WAIT;
+        assert!(rounds.expire(0, WaitPoint::Round((0, 1)), due).is_none());
+        let failure = rounds.expire(0, WaitPoint::Round((0, 1)), due + CONNECTION_LOSS_GRACE);
+        let Some(Failure::Peer { rank: 1, cause }) = failure else { panic!("it is not blamed") };
+        assert!(cause.starts_with("it did not come to gather"), "{cause}");
+    }
 
     #[test]
     fn a_rank_that_is_busy_for_five_minutes_is_noticed_if_others_wait() {

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -41,7 +41,7 @@ impl Source {
         let mut length = [0; LENGTH as usize];
         file.read_exact(&mut length).map_err(unreadable)?;
         let length = u64::from_le_bytes(length);
-        if length > LARGEST_HEADER.min(size - LENGTH) {
+        if length > LARGEST_HEADER.min(size.saturating_sub(LENGTH)) {
             return Err(broken(format!(
                 "it is no safetensors file, or damaged: expected a header within {size} bytes, got \
                  one of {length}"
@@ -154,6 +154,7 @@ pub fn write(path: &Path, tensors: &[Written<'_>]) -> Result<()> {
         views.push((tensor.name.as_str(), Elements { tensor, dtype, failure: &failure }));
     }
     let (scratch, file) = AtomicFile::create(path).map_err(|error| failed(error.to_string()))?;
+    let permissions = file.metadata().map_err(|error| failed(error.to_string()))?.permissions();
     drop(file); // the writer opens the path itself
     // Loaders of PyTorch's ask for it.
     let format = [("format".to_owned(), "pt".to_owned())].into();
@@ -162,6 +163,8 @@ pub fn write(path: &Path, tensors: &[Written<'_>]) -> Result<()> {
         return Err(error);
     }
     written.map_err(|error| failed(error.to_string()))?;
+    // The writer replaces the file by one that its owner alone can read.
+    fs::set_permissions(scratch.path(), permissions).map_err(|error| failed(error.to_string()))?;
     // Only now does the file have its name: an error before leaves the previous one.
     scratch.commit().map_err(|error| failed(error.to_string()))
 }
@@ -257,12 +260,42 @@ pub fn transposed(data: TensorData) -> TensorData {
     TensorData::from_bytes(Bytes::from_bytes_vec(swapped), [columns, rows], dtype)
 }
 
+/// The least and the largest integer of a type, as far as float64 has all integers up to them;
+/// infinite for floats.
+fn integers(dtype: DType) -> [f64; 2] {
+    const MOST: f64 = (1u64 << f64::MANTISSA_DIGITS) as f64;
+    let signed = |bits: i32| [-2f64.powi(bits - 1), 2f64.powi(bits - 1) - 1.0];
+    let unsigned = |bits: i32| [0.0, 2f64.powi(bits) - 1.0];
+    match dtype {
+        DType::I64 => [-MOST, MOST],
+        DType::I32 => signed(32),
+        DType::I16 => signed(16),
+        DType::I8 => signed(8),
+        DType::U64 => [0.0, MOST],
+        DType::U32 => unsigned(32),
+        DType::U16 => unsigned(16),
+        DType::U8 => unsigned(8),
+        DType::Bool(_) => [0.0, 1.0],
+        _ => [f64::NEG_INFINITY, f64::INFINITY],
+    }
+}
+
 /// A tensor in another type; `None` if the type does not have its values.
 pub fn converted(data: TensorData, dtype: DType) -> Option<TensorData> {
     if data.dtype() == dtype {
         return Some(data);
     }
     let original = data.dtype();
+    // Burn's conversion panics for a value that an integer type does not have.
+    let [low, high] = [original, dtype]
+        .map(integers)
+        .into_iter()
+        .fold([f64::NEG_INFINITY, f64::INFINITY], |[low, high], [least, most]| {
+            [low.max(least), high.min(most)]
+        });
+    if low.is_finite() && !data.iter::<f64>().all(|value| (low..=high).contains(&value)) {
+        return None;
+    }
     let converted = data.clone().convert_dtype(dtype);
     // Back again, the bits have to be the same: nothing was rounded or cut off.
     let is_exact = converted.clone().convert_dtype(original).as_bytes() == data.as_bytes();

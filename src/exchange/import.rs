@@ -91,7 +91,8 @@ impl Exchange {
         forms: &BTreeMap<String, Form>,
         differences: &mut Vec<Difference>,
     ) -> Vec<Taken> {
-        let is_weight = |name: &&str| !name.starts_with(OPTIMIZER);
+        // PyTorch's BatchNorm counts its batches, and Burn's does not.
+        let is_weight = |name: &&str| split(name).is_none() && !name.ends_with(BATCHES);
         let mut unused: BTreeSet<&str> = source.names().filter(is_weight).collect();
         let mut weights = vec![];
         for entry in checkpoint::entries(model, &Undivided) {
@@ -231,6 +232,9 @@ impl Exchange {
         }
     }
 }
+
+/// The end of the names of what Burn's BatchNorm does not have.
+const BATCHES: &str = ".num_batches_tracked";
 
 /// The name of the parameter and the key of a state; `None` for a weight.
 fn split(name: &str) -> Option<(&str, &str)> {

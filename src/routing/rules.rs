@@ -346,7 +346,11 @@ impl RoutingRule {
                     reason: format!("rule `{}`{overridden}", self.pattern),
                 }
             }
-            Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
+            // Its settings are those of matrices.
+            Destination::Muon { .. } => Decision {
+                own: OwnSettings::NONE,
+                ..rest(format!("rule `{}`, but not a matrix", self.pattern))
+            },
             Destination::AdamW | Destination::Elementwise { .. } | Destination::Custom { .. } => {
                 rest(format!("rule `{}`", self.pattern))
             }

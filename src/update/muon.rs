@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::iter::repeat_n;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::{DType, Device, Tensor, TensorData, s};
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData, s};
 
 use super::UpdateTensors;
 use super::clipping::clip;
@@ -371,15 +371,8 @@ impl MuonUpdate {
             values = split_like(mask().select(new, old), &values);
         }
         if let Some(agreeing) = agreeing {
-            let after = sections.iter().map(|section| {
-                let lr = parameters[section.parameter].lr;
-                (self.size(lr, batch.matrices, section.time).after, section.count)
-            });
-            let old = joined(&values, shape);
-            let kept = by_section(after, (old.dtype(), &old.device())).neg().add_scalar(1.0);
-            let new = old.clone().mask_where(agreeing, old.clone() * kept);
             let unchanged = batch.unchanged(&diverged, &idle);
-            values = split_like(unchanged.select(new, old), &values);
+            values = self.decayed_after(batch, &sections, values, agreeing, &unchanged);
         }
         // After the update, and in float32, so that master weights are scaled as well; also where
         // the gradient was rejected.
@@ -395,6 +388,25 @@ impl MuonUpdate {
         let origins = parameters.iter().map(|parameter| parameter.origin);
         let by = (batch.dtype, &*firsts);
         (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
+    }
+
+    /// Values after the decay of those elements that agree in sign with the update.
+    fn decayed_after(
+        &self,
+        batch: &MuonBatch<'_>,
+        sections: &[Section],
+        values: Vec<Tensor<1>>,
+        agreeing: Tensor<3, Bool>,
+        unchanged: &FiniteMask,
+    ) -> Vec<Tensor<1>> {
+        let after = sections.iter().map(|section| {
+            let lr = batch.parameters[section.parameter].lr;
+            (self.size(lr, batch.matrices, section.time).after, section.count)
+        });
+        let old = joined(&values, batch.shape());
+        let kept = by_section(after, (old.dtype(), &old.device())).neg().add_scalar(1.0);
+        let new = old.clone().mask_where(agreeing, old.clone() * kept);
+        split_like(unchanged.select(new, old), &values)
     }
 
     /// The directions of a batch, flat for each parameter, and the flags of matrices. Advances

@@ -142,7 +142,12 @@ fn what_can_not_be_audited_is_an_error() {
         let config = owned::config().with_audit_every(10);
         Ok(config.init_on(&layout, &net).map(drop).unwrap_err())
     });
-    for error in cut.unwrap().into_iter().chain(owned.unwrap()) {
+    let reduced = ranks_here(2, |world| {
+        let layout = Layout::from(&world).with_muon(config.muon.clone()).overlap_backward();
+        let net = layout.shard(Net::new(world.device()))?;
+        Ok(config.init_on(&layout, &net).map(drop).unwrap_err())
+    });
+    for error in [cut, owned, reduced].into_iter().flat_map(Result::unwrap) {
         let text = error.to_string();
         assert!(matches!(error, Error::Parameter { .. }), "{text}");
         assert!(text.contains("divided among ranks; set `audit_every` to 0"), "{text}");

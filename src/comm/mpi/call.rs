@@ -14,9 +14,13 @@ use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall};
 use crate::comm::counts::offsets;
 use crate::error::{Error, Result};
 
-/// The address that is passed for empty buffers. An empty `Vec` has a dangling pointer, which may
-/// equal an address with a meaning for MPI, such as `MPI_IN_PLACE`.
-static EMPTY_BUFFER: [u8; 8] = [0; 8];
+/// The addresses that are passed for empty buffers, to send from and to receive into. An empty
+/// `Vec` has a dangling pointer, which may equal an address with a meaning for MPI, such as
+/// `MPI_IN_PLACE`.
+// Two, since Open MPI takes equal addresses for `MPI_IN_PLACE`. A rank without data then leaves
+// `MPI_Ialltoallv` early, and some versions don't count the call: the rank's later messages go to
+// other calls than those of the other ranks (`nbc_ialltoallv.c`).
+static EMPTY_BUFFERS: [[u8; 8]; 2] = [[0; 8]; 2];
 
 /// The arguments that all calls have in common.
 pub struct Arguments<'a> {
@@ -92,13 +96,15 @@ impl StartedCall {
             is_finished: false,
         };
         let Self { send, receive, counts, request, .. } = &mut started;
-        let or_empty_buffer = |pointer: *const u8, is_empty| match is_empty {
-            true => EMPTY_BUFFER.as_ptr(),
-            false => pointer,
+        let [no_send, no_receive] = EMPTY_BUFFERS.each_ref().map(|buffer| buffer.as_ptr());
+        let send = match send.as_bytes() {
+            [] => no_send.cast(),
+            bytes => bytes.as_ptr().cast(),
         };
-        let send = or_empty_buffer(send.as_bytes().as_ptr(), send.as_bytes().is_empty()).cast();
-        let is_empty = receive.is_empty();
-        let receive = or_empty_buffer(receive.as_mut_ptr(), is_empty).cast_mut().cast();
+        let receive = match &mut receive[..] {
+            [] => no_receive.cast_mut().cast(),
+            bytes => bytes.as_mut_ptr().cast(),
+        };
         let (dtype, comm) = (datatype(dtype), comm.raw());
         let code = launch(Arguments { send, receive, dtype, counts, comm, request });
         check_code(code, rank, &started.call.call)?;

@@ -91,14 +91,21 @@ impl Audits {
         let buckets = shards.iter().enumerate();
         let buckets = buckets.filter(|(_, shard)| shard.bucket.kind == BucketKind::Matrices);
         let buckets: Vec<usize> = buckets.map(|(index, _)| index).collect();
-        let is_divided = |shard: &Shard| shard.exchange.is_cut() || !shard.is_gathered();
+        // A backward pass that reduces gradients leaves a rank those of its own shard alone.
+        let is_divided = |shard: &Shard| {
+            let exchange = &shard.exchange;
+            exchange.is_cut()
+                || !shard.is_gathered()
+                || shard.bucket.placement.reduces_in_backward()
+        };
         if let Some(index) = buckets.iter().find(|index| is_divided(&shards[**index])) {
             return Err(Error::parameter(
                 divided.path(shards[*index].bucket.parameters[0]),
                 divided.world.rank(),
-                "it can't be audited: expected a matrix that every rank has whole, got one that is \
-                 divided among ranks",
-                "set `audit_every` to 0, or leave the parameter whole",
+                "it can't be audited: expected a matrix of which every rank has the whole value and \
+                 gradient, got one that is divided among ranks",
+                "set `audit_every` to 0, or leave the parameter whole, without \
+                 `Layout::overlap_backward`",
             ));
         }
         if buckets.is_empty() {
@@ -254,6 +261,7 @@ fn first_difference(
     // Only now: the list has several numbers for every matrix.
     let previous = (rank + size - 1) % size;
     let all = world.all_gather_value(&owned.to_vec())?;
+    // Both have as many: the same states and values of the same shard.
     let differs: Vec<usize> = (0..again.len())
         .filter(|index| all[previous].get(*index) != Some(&again[*index]))
         .collect();
