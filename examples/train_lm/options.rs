@@ -83,9 +83,9 @@ pub struct Options {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]
     pub save: Option<PathBuf>,
-    /// File for a hash chain of settings, data and the weights after every step.
+    /// File for a hash chain of settings, data and weights after every step.
     ///
-    /// Two runs with equal chains had equal weights. With --resume, the file is continued.
+    /// Runs with equal chains had equal weights. --resume continues the file.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(conflicts_with = "compare", help_heading = "Checkpoints")]
     pub certificate: Option<PathBuf>,

@@ -167,6 +167,9 @@ mod tests {
         for name in ["policy", "q", "q1", "fc_mu", "log_std", "value_out", "cls_preds", "logvar"] {
             assert!(is_one_of_the_outputs(name), "{name}");
         }
+        for name in ["advantage", "actor", "critic", "logits", "pred"] {
+            assert!(is_one_of_the_outputs(name), "{name}");
+        }
         for name in ["q_proj", "value_proj", "policy_conv", "mean_pool", "log", "fc1", "output"] {
             assert!(!is_one_of_the_outputs(name), "{name}");
         }

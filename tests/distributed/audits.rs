@@ -143,7 +143,8 @@ fn what_can_not_be_audited_is_an_error() {
         Ok(config.init_on(&layout, &net).map(drop).unwrap_err())
     });
     let reduced = ranks_here(2, |world| {
-        let layout = Layout::from(&world).with_muon(config.muon.clone()).overlap_backward();
+        let layout = Layout::from(&world).with_muon(config.muon.clone()).with_small_elements(64);
+        let layout = layout.overlap_backward();
         let net = layout.shard(Net::new(world.device()))?;
         Ok(config.init_on(&layout, &net).map(drop).unwrap_err())
     });
