@@ -557,8 +557,8 @@ fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<(
     };
     let (float32, recorded) = (float32(false), float32(true));
     let (portable_muon, portable_adamw) = (portable(&muon), portable(&adamw));
-    // First what a user runs by default, in case that the program is ended. Last what measures every
-    // tiling, which compiles for a minute.
+    // First what a user runs by default, in case that the program is ended; last what measures
+    // every tiling, which compiles for a minute.
     for (name, config, is_whole_model) in [
         ("Muon, whole model", &muon, true),
         ("AdamW, whole model", &adamw, true),

@@ -346,7 +346,7 @@ impl RoutingRule {
                     reason: format!("rule `{}`{overridden}", self.pattern),
                 }
             }
-            // Its settings are those of matrices.
+            // Its settings are for matrices.
             Destination::Muon { .. } => Decision {
                 own: OwnSettings::NONE,
                 ..rest(format!("rule `{}`, but not a matrix", self.pattern))

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// `MPI_IN_PLACE`.
 // Two, since Open MPI takes equal addresses for `MPI_IN_PLACE`. A rank without data then leaves
 // `MPI_Ialltoallv` early, and some versions don't count the call: the rank's later messages go to
-// other calls than those of the other ranks (`nbc_ialltoallv.c`).
+// wrong calls (`nbc_ialltoallv.c`).
 static EMPTY_BUFFERS: [[u8; 8]; 2] = [[0; 8]; 2];
 
 /// The arguments that all calls have in common.

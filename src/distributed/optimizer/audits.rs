@@ -91,7 +91,7 @@ impl Audits {
         let buckets = shards.iter().enumerate();
         let buckets = buckets.filter(|(_, shard)| shard.bucket.kind == BucketKind::Matrices);
         let buckets: Vec<usize> = buckets.map(|(index, _)| index).collect();
-        // A backward pass that reduces gradients leaves a rank those of its own shard alone.
+        // A backward pass that reduces gradients leaves a rank with its own shard alone.
         let is_divided = |shard: &Shard| {
             let exchange = &shard.exchange;
             exchange.is_cut()
@@ -102,7 +102,7 @@ impl Audits {
             return Err(Error::parameter(
                 divided.path(shards[*index].bucket.parameters[0]),
                 divided.world.rank(),
-                "it can't be audited: expected a matrix of which every rank has the whole value and \
+                "it can't be audited: expected a matrix that every rank has whole, with its \
                  gradient, got one that is divided among ranks",
                 "set `audit_every` to 0, or leave the parameter whole, without \
                  `Layout::overlap_backward`",
