@@ -29,14 +29,6 @@ impl BlockSide {
             (Self::Outputs, MatrixLayout::OutIn) | (Self::Inputs, MatrixLayout::InOut) => 1,
         }
     }
-
-    /// The name of the side in errors.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Outputs => "outputs",
-            Self::Inputs => "inputs",
-        }
-    }
 }
 
 /// The rule by which a side of a matrix is cut into blocks.
@@ -61,8 +53,8 @@ impl Split {
         (side, all): (BlockSide, usize),
     ) -> Result<Vec<usize>> {
         let (name, expected) = match side {
-            BlockSide::Outputs => (side.name(), "blocks that make up its outputs"),
-            BlockSide::Inputs => (side.name(), "blocks that make up its inputs"),
+            BlockSide::Outputs => ("outputs", "blocks that make up its outputs"),
+            BlockSide::Inputs => ("inputs", "blocks that make up its inputs"),
         };
         let error = |remedy| {
             let (parameter, shape) = (parameter.to_owned(), shape.to_vec());

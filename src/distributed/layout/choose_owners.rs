@@ -37,9 +37,9 @@ impl Layout {
             #[cfg(feature = "optimal")]
             Balancing::Optimal { .. } => true,
         };
+        let is_chosen_together = is_search || self.config.costs == CostSource::Measured;
         // One rank owns everything.
-        let is_chosen = is_search || self.config.costs == CostSource::Measured;
-        if is_chosen && self.world().size() > 1 {
+        if is_chosen_together && self.world().size() > 1 {
             return Err(Error::usage(
                 "the owners are not chosen yet",
                 "a layout that has divided its model, for owners by a search with a time limit or \

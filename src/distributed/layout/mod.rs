@@ -407,7 +407,7 @@ impl Layout {
     /// # Errors
     ///
     /// As [`shard`](Self::shard) for the layout and the model, and [`Error::Usage`] before it if
-    /// the ranks choose owners together: by measured costs, or by a search with a time limit.
+    /// several ranks choose owners together: by measured costs, or by a search with a time limit.
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         if let Some(Sharded { table, .. }) = self.sharded() {
             return Ok(table.clone());
