@@ -169,7 +169,8 @@ pub mod slices {}
 /// A complete program for burn-train's `Learner`.
 ///
 /// [From 1 to 8 GPUs]: crate::guide::ranks
-/// [divides the parameters]: crate::guide::large_models
+/// [divide the parameters]: crate::guide::large_models
+/// [Bounding the logits of attention]: crate::guide::qk_clip
 // Its program needs a feature, without which it is documented and not tested.
 #[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}
