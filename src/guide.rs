@@ -84,6 +84,8 @@ pub mod settings {}
 /// Settings with which others train by Muon, and the cost of their parts.
 ///
 /// [`Recipe`]: crate::Recipe
+/// [`Dial`]: crate::Dial
+/// [`DistModuleOptimizer`]: crate::DistModuleOptimizer
 /// [`AdamWConfig`]: crate::AdamWConfig
 /// [Choosing a learning rate]: crate::guide::learning_rate
 /// [docs/results]: crate::guide#other-documents
@@ -218,6 +220,7 @@ pub mod clipping {}
 /// Master weights, gradients in float32, loss scaling, and the bytes of each.
 ///
 /// [`GradientBuffer`]: crate::GradientBuffer
+/// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/mixed-precision.md")]
 pub mod mixed_precision {}
 
