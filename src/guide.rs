@@ -84,6 +84,8 @@ pub mod settings {}
 /// Settings with which others train by Muon, and the cost of their parts.
 ///
 /// [`Recipe`]: crate::Recipe
+/// [`Dial`]: crate::Dial
+/// [`DistModuleOptimizer`]: crate::DistModuleOptimizer
 /// [`AdamWConfig`]: crate::AdamWConfig
 /// [Choosing a learning rate]: crate::guide::learning_rate
 /// [docs/results]: crate::guide#other-documents
@@ -169,7 +171,8 @@ pub mod slices {}
 /// A complete program for burn-train's `Learner`.
 ///
 /// [From 1 to 8 GPUs]: crate::guide::ranks
-/// [divides the parameters]: crate::guide::large_models
+/// [divide the parameters]: crate::guide::large_models
+/// [Bounding the logits of attention]: crate::guide::qk_clip
 // Its program needs a feature, without which it is documented and not tested.
 #[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}
@@ -217,6 +220,7 @@ pub mod clipping {}
 /// Master weights, gradients in float32, loss scaling, and the bytes of each.
 ///
 /// [`GradientBuffer`]: crate::GradientBuffer
+/// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/mixed-precision.md")]
 pub mod mixed_precision {}
 
