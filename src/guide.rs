@@ -114,7 +114,7 @@ pub mod ranks {}
 
 /// Launchers, their variables, the secret, NCCL and nodes.
 ///
-/// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [Several devices]: crate::guide::ranks
 /// [SECURITY.md]: crate::guide#other-documents
 /// [docs/design]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/hosts.md")]
@@ -131,7 +131,7 @@ pub mod hosts {}
 /// [`Publish::AtFirstUse`]: crate::distributed::Publish::AtFirstUse
 /// [`shard`]: crate::distributed::Layout::shard
 /// [`start`]: crate::DistMuonConfig::start
-/// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [Several devices]: crate::guide::ranks
 /// [`average`]: crate::distributed::Layout::average
 /// [`collect`]: crate::distributed::Layout::collect
 /// [`unshard`]: crate::distributed::Layout::unshard
@@ -170,7 +170,7 @@ pub mod slices {}
 
 /// A complete program for burn-train's `Learner`.
 ///
-/// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [Several devices]: crate::guide::ranks
 /// [divide the parameters]: crate::guide::large_models
 /// [Bounding the logits of attention]: crate::guide::qk_clip
 // Its program needs a feature, without which it is documented and not tested.

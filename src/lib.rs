@@ -36,9 +36,10 @@
 //!
 //! [`MuonConfig::init_batched`] works on all matrices of one shape as one batch, in few launches.
 //! [`MuonConfig::init`] returns Burn's `ModuleOptimizer` instead, as burn-train's `Learner`
-//! requires. On many ranks (threads or processes that train one model together, usually with one
-//! device each), [`World::launch`] runs the loop on every rank, and [`DistMuonConfig::start`] takes
-//! the place of both: see [from 1 to 8 GPUs](guide::ranks), with the lines that change.
+//! requires. [`DistMuonConfig::start`] makes the optimizer of `init_batched` on one device and on
+//! many ranks (threads or processes that train one model together, usually with one device each).
+//! [`World::launch`] runs the loop on every rank: see [several devices](guide::ranks), with the
+//! lines that change.
 //!
 //! Everything that can fail returns a [`Result`], except where Burn's interfaces do not have one:
 //! [`MuonConfig::init`] and [`MuonConfig::build`], next to [`MuonConfig::try_init`] and
@@ -53,7 +54,7 @@
 //! - [choosing a learning rate](guide::learning_rate), and [all other settings](guide::settings);
 //! - [training by the settings of others](guide::recipes);
 //! - [training on one device](guide::one_device), with the fewest launches;
-//! - [from 1 to 8 GPUs](guide::ranks): a complete program before and after;
+//! - [training on several devices](guide::ranks): a complete program before and after;
 //! - [processes and several hosts](guide::hosts): launchers, their variables and the secret;
 //! - [models that do not fit](guide::large_models) a rank, and messages behind the passes;
 //! - [training with burn-train's `Learner`](guide::learner);
