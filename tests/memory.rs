@@ -3,7 +3,7 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, LambConfig};
+use burn::optim::{GradientsParams, LambConfig, ModuleOptimizer};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
@@ -328,6 +328,38 @@ fn a_step_with_more_buckets_does_not_use_more_memory() {
     // since the ranks are not at the same point.
     let in_flight = 2 * DistMuonConfig::new().in_flight;
     assert!(many <= few + in_flight * BUCKET, "{many} beyond {few}");
+}
+
+/// Bytes in use after a number of optimizers, each of which took a step and was dropped.
+fn held_after(optimizers: usize, init: impl Fn(&Linear) -> ModuleOptimizer, net: &Linear) -> usize {
+    for _ in 0..optimizers {
+        let mut gradients = GradientsParams::new();
+        gradients.register(net.weight.id, Tensor::<2>::ones([16, 16], &Device::default()));
+        init(net).step(0.01, net.clone(), gradients);
+    }
+    ALLOCATOR.current_usage()
+}
+
+#[test]
+fn optimizers_leave_nothing_behind() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let net = LinearConfig::new(16, 16).with_bias(false).init(&Device::default().autodiff());
+    let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let routing = config.route(&net).expect("the rule routes the weight");
+    for name in ["of one routing", "routed anew"] {
+        let init = |net: &Linear| match name {
+            "of one routing" => routing.init(),
+            _ => config.init(net),
+        };
+        let before = held_after(100, init, &net);
+        let more = held_after(1000, init, &net).saturating_sub(before);
+        println!("1000 optimizers {name}: {more} bytes");
+        // 16 bytes of each.
+        assert!(more < 16_000, "{name}: {more} bytes");
+    }
 }
 
 /// Layers of the model whose parameters are owned.

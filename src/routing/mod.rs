@@ -145,8 +145,8 @@ pub struct ParameterRoute {
     /// Floating-point operations per step of Muon's iteration, or of a
     /// [`LayerOptimizer`](crate::custom::LayerOptimizer); 0 for all others.
     pub operations: f64,
-    /// Bytes of the optimizer's state after the first step. Of an optimizer of the user's, only
-    /// those of master weights are known.
+    /// Bytes of the optimizer's state after the first step. For a user's optimizer, only the bytes
+    /// of master weights are known.
     pub state_bytes: usize,
 }
 

@@ -17,6 +17,7 @@ pub mod combinations;
 pub mod device;
 #[cfg(feature = "cuda")]
 pub mod host;
+pub mod logs;
 pub mod models;
 pub mod mpirun;
 pub mod naive;

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::parts::{Namo, RowEquilibration};
+use distmuon::parts::{AdaMuon, ColumnEquilibration, Mars, Namo, NorMuon, RowEquilibration};
 use distmuon::{
     Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig, Part,
     Routing, RoutingRule, checkpoint,
@@ -162,8 +162,15 @@ impl Outlier {
 fn an_outlier_and_a_clip_leave_the_updates_of_other_matrices_their_size() {
     let all = || config().with_rule(RoutingRule::muon("."));
     let [portable, auto] = [KernelPolicy::Portable, KernelPolicy::Auto];
-    let parts: [Vec<Part>; 3] =
-        [vec![], vec![RowEquilibration.into()], vec![Namo::new(0.95).into()]];
+    let parts: [Option<Part>; 7] = [
+        None,
+        Some(Mars::new(0.025).into()),
+        Some(RowEquilibration.into()),
+        Some(ColumnEquilibration.into()),
+        Some(NorMuon::new(0.95).into()),
+        Some(AdaMuon::new(0.95).into()),
+        Some(Namo::new(0.95).into()),
+    ];
     for (dtype, size) in [
         (DType::F32, 5e7),
         (DType::F32, 2e11),
@@ -175,13 +182,13 @@ fn an_outlier_and_a_clip_leave_the_updates_of_other_matrices_their_size() {
             lacks(dtype.name());
             continue;
         }
-        for (kernels, parts) in
+        for (kernels, part) in
             [portable, auto].iter().flat_map(|k| parts.iter().map(move |p| (k, p)))
         {
-            let config = all().with_kernels(*kernels).with_parts(parts.clone());
+            let config = all().with_kernels(*kernels).with_parts(part.iter().cloned().collect());
             let expected = Outlier::trained(0.01, dtype, config.clone());
             let actual = Outlier::trained(size, dtype, config);
-            let case = format!("{dtype:?}, {size:e}, {kernels:?}, {parts:?}");
+            let case = format!("{dtype:?}, {size:e}, {kernels:?}, {part:?}");
             for (actual, expected) in actual.iter().zip(&expected).take(2) {
                 let difference = largest_difference(actual, expected);
                 let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));

@@ -19,7 +19,7 @@ use distmuon::{
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{self, Fixed, largest_difference, tensors, values, weights};
-use distmuon_testing::{lacks, panic_message};
+use distmuon_testing::{lacks, logs, panic_message};
 
 #[derive(Module, Debug)]
 struct Net {
@@ -483,11 +483,16 @@ fn renew(net: Net) -> Net {
 #[test]
 fn a_record_of_another_model_fails_in_the_step_after_burns_loading() {
     let other = Linear8::new();
+    let other_id = other.other.weight.id;
     let mut optim = config().init(&other);
     let steps = gradients(&other, 1);
     optim.step(LR, other, steps);
     let net = Net::new(12);
+    logs::collect();
     let mut loaded = config().init(&net).load_record(optim.to_record());
+    let identity = other_id.to_string();
+    let dropped = logs::with(&["WARN", &identity, "is dropped"]);
+    assert_eq!(dropped.len(), 1, "{dropped:?}");
     let steps = gradients(&net, 1);
     let message = panic_message(|| loaded.step(LR, net, steps));
     assert!(message.contains("the model does not have the parameter"), "{message}");

@@ -296,14 +296,26 @@ fn initialised(net: &impl Module) -> BTreeSet<String> {
 fn an_optimizer_leaves_layers_as_lazy_as_they_were() {
     let device = Device::default().autodiff();
     let bytes: Bytes = Columns::fixed(&device).into_record().into_bytes().unwrap();
-    let net = Columns::new(&device);
-    let routing = MuonConfig::new().route(&net).unwrap();
-    assert_eq!(routing.routes()[0].shape, [4, 6], "as the layer sees it");
-    let _optim = MuonConfig::new().init(&net);
-    assert!(initialised(&net).is_empty(), "{:?}", initialised(&net));
-    let record = ModuleRecord::from_bytes(bytes).unwrap();
-    let loaded = net.try_load_record(record).unwrap();
-    assert_eq!(values(&loaded), values(&Columns::fixed(&device)));
+    let some = |initialises_up, initialises_head| {
+        let (lazy, fixed) = (Columns::new(&device), Columns::fixed(&device));
+        Columns {
+            up: if initialises_up { fixed.up } else { lazy.up },
+            head: if initialises_head { fixed.head } else { lazy.head },
+        }
+    };
+    for net in [some(false, false), some(true, false), some(false, true)] {
+        let before = initialised(&net);
+        let routing = MuonConfig::new().route(&net).unwrap();
+        assert_eq!(routing.routes()[0].shape, [4, 6], "as the layer sees it");
+        let _optim = MuonConfig::new().init(&net);
+        let _batched = MuonConfig::new().init_batched(&net).unwrap();
+        assert_eq!(initialised(&net), before);
+        if before.is_empty() {
+            let record = ModuleRecord::from_bytes(bytes.clone()).unwrap();
+            let loaded = net.try_load_record(record).unwrap();
+            assert_eq!(values(&loaded), values(&Columns::fixed(&device)));
+        }
+    }
 }
 
 #[derive(Module, Debug)]
@@ -313,18 +325,27 @@ struct Mlp {
 }
 
 impl Mlp {
-    fn new(tp: &Communicator, device: &Device, layout: LinearLayout, initialised: bool) -> Self {
+    /// A model of which none, some or all layers are initialised.
+    fn new(
+        tp: &Communicator,
+        device: &Device,
+        layout: LinearLayout,
+        [up, down]: [bool; 2],
+    ) -> Self {
         device.seed(1);
-        let linear = |inputs, outputs| {
+        let linear = |inputs, outputs, initialised| {
             let linear = LinearConfig::new(inputs, outputs).with_layout(layout).init(device);
             if initialised { linear.map(&mut Fixed::new(1)) } else { linear }
         };
-        Self { up: ColumnLinear::new(linear(8, 16), tp), down: RowLinear::new(linear(16, 8), tp) }
+        Self {
+            up: ColumnLinear::new(linear(8, 16, up), tp),
+            down: RowLinear::new(linear(16, 8, down), tp),
+        }
     }
 }
 
 /// The outputs, and the outputs after a step, a save and a load.
-fn sliced(layout_of: LinearLayout, initialised: bool, owned: bool) -> Result<Vec<Vec<f32>>> {
+fn sliced(layout_of: LinearLayout, initialised: [bool; 2], owned: bool) -> Result<Vec<Vec<f32>>> {
     let (_folder, path) = file();
     let mut outputs = World::threads(World::devices(2), |world| {
         let mesh = Mesh::new(&world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
@@ -359,14 +380,16 @@ fn sliced(layout_of: LinearLayout, initialised: bool, owned: bool) -> Result<Vec
 #[test]
 fn slices_of_weights_that_are_stored_transposed_are_those_of_the_layer() {
     for owned in [false, true] {
-        let rows = sliced(LinearLayout::Row, true, owned).unwrap();
+        let rows = sliced(LinearLayout::Row, [true; 2], owned).unwrap();
         assert_eq!(rows[1], rows[2], "saved and loaded");
-        let columns = sliced(LinearLayout::Col, true, owned).unwrap();
+        let columns = sliced(LinearLayout::Col, [true; 2], owned).unwrap();
         for (rows, columns) in rows.iter().zip(&columns) {
             assert!(largest_difference(rows, columns) < 1e-6, "owned {owned}");
         }
-        let lazy = sliced(LinearLayout::Col, false, owned).unwrap();
-        assert!(largest_difference(&lazy[0], &lazy[1]) > 1e-4, "trained");
-        assert_eq!(lazy[1], lazy[2], "saved and loaded");
+        for initialised in [[false, false], [true, false], [false, true]] {
+            let lazy = sliced(LinearLayout::Col, initialised, owned).unwrap();
+            assert!(largest_difference(&lazy[0], &lazy[1]) > 1e-4, "{initialised:?}: trained");
+            assert_eq!(lazy[1], lazy[2], "{initialised:?}: saved and loaded");
+        }
     }
 }

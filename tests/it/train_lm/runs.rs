@@ -282,7 +282,12 @@ fn slices_of_layers_train_as_whole_ones() {
             "--data text.rs --batch 4 --eval-every 10 --sample 4 --optimizer dist-muon \
              --log {name}.jsonl --save {name}.bpk {more}"
         );
-        succeed(folder.path(), &flags);
+        let output = succeed(folder.path(), &flags);
+        // A mesh says how many ranks there are.
+        let ranks = [("--mesh dp=2,tp=2", "x4"), ("--ranks 2", "x2")];
+        if let Some((_, ranks)) = ranks.iter().find(|(flag, _)| more.contains(flag)) {
+            assert!(output.contains(&format!("dist-muon {ranks}")), "{more}: {output}");
+        }
         let log = log(&folder.path().join(format!("{name}.jsonl")));
         [per_step(&log, "loss"), per_step(&log, "validation_loss")].concat()
     };
