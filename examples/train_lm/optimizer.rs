@@ -8,6 +8,7 @@ use burn::optim::{self, GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
 use distmuon::distributed::{
     DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, Layout, LossScaleConfig,
@@ -316,10 +317,15 @@ impl Optim {
         }
     }
 
-    pub fn save<T: Serialize>(&self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
+    pub fn save<T: Serialize>(
+        &self,
+        (saver, path): (&mut Saver, &Path),
+        model: &Gpt,
+        progress: &T,
+    ) -> Result<()> {
         match self {
-            Self::Single(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
-            Self::Dist(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
+            Self::Single(optim, _) => Ok(saver.save(path, model, &**optim, progress)?),
+            Self::Dist(optim, _) => Ok(saver.save(path, model, &**optim, progress)?),
         }
     }
 

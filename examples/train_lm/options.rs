@@ -1,10 +1,12 @@
 //! The command line.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail, ensure};
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
+use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::comm::{DEADLINE, Launch};
@@ -41,7 +43,7 @@ pub struct Options {
     /// Optimizers and recipes to compare, from the same start.
     #[arg(
         long, value_parser = Contender::parser(), value_delimiter = ',', value_name = "NAME,..",
-        conflicts_with_all = ["optimizer", "recipe", "save", "resume"],
+        conflicts_with_all = ["optimizer", "recipe", "save", "save_parts", "resume"],
         help_heading = "Optimizer",
     )]
     pub compare: Vec<Contender>,
@@ -77,12 +79,16 @@ pub struct Options {
     ///
     /// Without --mesh, nodes make the axes node and gpu.
     #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
-    #[arg(conflicts_with_all = ["compare", "resume", "save"], help_heading = "Ranks")]
+    #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts"], help_heading = "Ranks")]
     pub estimate: Option<Estimate>,
     /// Checkpoint to write at the end, at every validation and on Ctrl-C.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]
     pub save: Option<PathBuf>,
+    /// Folder for such checkpoints, to which every rank writes a file of its own.
+    #[arg(long, value_name = "FOLDER", value_parser = PathBufValueParser::new().try_map(folder))]
+    #[arg(conflicts_with = "save", help_heading = "Checkpoints")]
+    pub save_parts: Option<PathBuf>,
     /// File for a hash chain of settings, data and weights after every step.
     ///
     /// Runs with equal chains had equal weights. --resume continues the file.
@@ -170,6 +176,16 @@ pub struct Plan {
 }
 
 impl Options {
+    /// The path of the checkpoints.
+    pub fn checkpoint(&self) -> Option<&Path> {
+        self.save.as_deref().or(self.save_parts.as_deref())
+    }
+
+    /// Saves while the training goes on.
+    pub fn saver(&self) -> Saver {
+        if self.save_parts.is_some() { Saver::new().with_parts() } else { Saver::new() }
+    }
+
     /// The runs in their order.
     pub fn runs(&self, world: Option<&World>) -> Result<Vec<Plan>> {
         let world_size = world.map(|world| vec![world.size()]);
@@ -273,6 +289,13 @@ pub fn positive(text: &str) -> Result<f64> {
     let number: f64 = text.parse()?;
     ensure!(number.is_finite() && number > 0.0, "it must be a positive number");
     Ok(number)
+}
+
+/// Makes a folder for checkpoints. Fails if it can't be written to.
+fn folder(path: PathBuf) -> Result<PathBuf> {
+    fs::create_dir_all(&path)?;
+    tempfile::tempfile_in(&path)?;
+    Ok(path)
 }
 
 /// Fails for a path that no result can be written to, before the training rather than after it.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -12,6 +12,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use distmuon::GradientBuffer;
 use distmuon::certificate::Certificate;
+use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
 use distmuon::distributed::GroupDiagnostics;
 use distmuon::qk_clip::ClippedHeads;
@@ -83,6 +84,7 @@ struct Training<'a> {
     norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     progress: Progress,
     clock: Clock,
+    saver: Saver,
     /// On rank 0 only, as the display.
     certificate: Option<Certificate>,
     display: Option<Display<'a>>,
@@ -178,6 +180,7 @@ impl Run<'_> {
             norms: vec![],
             progress,
             clock: Clock::default(),
+            saver: self.options.saver(),
             certificate,
             display,
         };
@@ -298,6 +301,8 @@ impl Run<'_> {
             true => Some((step, self.save_stopped(&mut training)?)),
             false => None,
         };
+        // The last checkpoint is complete before anything says so.
+        training.saver.wait()?;
         let whole = training.optim.whole(&training.model)?;
         if let Some(display) = &training.display {
             display.end(step, if stopped.is_some() { "stopped" } else { "finished" })?;
@@ -393,18 +398,19 @@ impl Run<'_> {
             return Ok(());
         }
         self.validate((world, optim.data(world)), model, progress, display.as_ref())?;
-        let Some(path) = &self.options.save else { return Ok(()) };
+        let Some(path) = self.options.checkpoint() else { return Ok(()) };
         self.write_certificate(training)?;
-        training.optim.save(path, &training.model, &training.progress)
+        let Training { model, optim, progress, saver, .. } = training;
+        optim.save((saver, path), model, progress)
     }
 
     /// Saves a run that Ctrl-C has stopped, and returns the path of the checkpoint.
     fn save_stopped(&self, training: &mut Training) -> Result<PathBuf> {
-        let Training { model, optim, progress, .. } = training;
-        let path = self.options.save.clone().unwrap_or("train_lm-interrupted.bpk".into());
+        let Training { model, optim, progress, saver, .. } = training;
+        let path = self.options.checkpoint().unwrap_or(Path::new("train_lm-interrupted.bpk"));
         progress.skipped.extend(optim.skipped_steps());
-        optim.save(&path, model, progress)?;
-        Ok(path)
+        optim.save((saver, path), model, progress)?;
+        Ok(path.to_owned())
     }
 
     /// The error of a run that has diverged.

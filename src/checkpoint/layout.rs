@@ -1,6 +1,7 @@
 //! The index and the footer after the burnpack container, and the positions of its tensors.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -33,6 +34,38 @@ pub struct Index {
 pub struct Head {
     pub bytes: u64,
     pub checksum: u32,
+}
+
+/// The end of a file, which tells it from any other checkpoint: its checksum covers the index, and
+/// so the checksums of all tensors.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seal {
+    /// The length of the file.
+    pub bytes: u64,
+    /// The checksum in its footer.
+    pub checksum: u32,
+}
+
+impl Seal {
+    /// Reads the seal of a file. `None` if it does not end like a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// A text that names the part which can't be read.
+    pub fn read(file: &mut File) -> Result<Option<Self>, String> {
+        let bytes = file.seek(SeekFrom::End(0)).map_err(|error| unreadable("length", &error))?;
+        let Some(footer) = bytes.checked_sub(FOOTER as u64) else { return Ok(None) };
+        let footer = bytes_at(file, footer, FOOTER, "footer")?;
+        let Some(checksum) = footer.strip_suffix(&MAGIC) else { return Ok(None) };
+        let checksum = checksum.last_chunk().expect("the footer has a checksum");
+        Ok(Some(Self { bytes, checksum: u32::from_le_bytes(*checksum) }))
+    }
+}
+
+impl fmt::Display for Seal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes with checksum {:08x}", self.bytes, self.checksum)
+    }
 }
 
 /// A tensor in the container.

@@ -58,6 +58,7 @@
 
 mod layout;
 mod model;
+mod parts;
 mod read;
 mod saver;
 mod states;
@@ -80,8 +81,9 @@ use crate::parameters;
 use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
-pub(crate) use model::stored_otherwise;
+pub(crate) use model::stored_as_in_layers;
 pub(crate) use model::{Divided, Entry, Undivided, entries};
+pub(crate) use parts::open;
 pub(crate) use read::Archive;
 pub use saver::{Saver, WhenBusy, latest};
 pub(crate) use states::{RANK, States, TrainedPaths};
@@ -242,7 +244,7 @@ pub fn load_matching<M: Module, T: DeserializeOwned, O: Checkpointed>(
 pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     ensure_whole(&model)?;
     let path = path.as_ref();
-    let (model, differences) = load_model(&Archive::open(path)?, model, &Undivided)?;
+    let (model, differences) = load_model(&open(path)?, model, &Undivided)?;
     ensure_complete(format!("checkpoint {path:?}"), differences)?;
     Ok(model)
 }
@@ -272,7 +274,7 @@ pub(crate) fn ensure_complete(saved: String, mut differences: Vec<Difference>) -
 /// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its progress is
 /// of another type.
 pub fn progress<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
-    Archive::open(path.as_ref())?.progress()
+    open(path.as_ref())?.progress()
 }
 
 impl Checkpointed for ModuleOptimizer {
@@ -291,16 +293,18 @@ impl Checkpointed for ModuleOptimizer {
         let of_model = states.of_model(&ids);
         let contents = of_model.contents();
         let names: Vec<String> = of_model.names().map(str::to_owned).collect();
-        let to = (path, saver.host_bytes());
-        let (saving, entries) = start(to, (model, &Undivided), contents, progress);
-        let mut saving = saving?;
+        let entries = entries(model, &Undivided);
+        let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
+        let target = saver.target(path, Saver::number(), [0, 1]);
+        let to = (&*target.file(), saver.host_bytes());
+        let mut saving = start(to, (model, &Undivided), (planned, contents), progress)?;
         for entry in entries {
             saving.put((entry.data)(None))?;
         }
         for name in &names {
             saving.put(states.archive().data(name)?)?;
         }
-        saver.finish(path, saving)
+        saver.finish(target, Ok(saving))
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(
@@ -310,7 +314,7 @@ impl Checkpointed for ModuleOptimizer {
     ) -> Result<(M, Self, T, Vec<Difference>)> {
         ensure_whole(&model)?;
         ensure_clips(&self)?;
-        let archive = Archive::open(path)?;
+        let archive = open(path)?;
         let progress = archive.progress()?;
         let (model, mut differences) = load_model(&archive, model, &Undivided)?;
         let states = States::new(archive);
@@ -386,28 +390,16 @@ pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
     }
 }
 
-/// Begins a checkpoint at a path, with bytes that may wait for the writer. The tensors of the model
-/// are put in the order of the returned entries, then the optimizer's in the order of `states`.
+/// Begins a file of a checkpoint, with bytes that may wait for the writer. The tensors of the model
+/// are to be put first, and the states then.
 ///
 /// # Errors
 ///
 /// As [`save`].
 pub(crate) fn start<M: Module, T: Serialize>(
-    to: (&Path, usize),
-    (model, divided): (&M, &dyn Divided),
-    states: Contents,
-    progress: &T,
-) -> (Result<Saving>, Vec<Entry>) {
-    let entries = entries(model, divided);
-    let parameters = parameters(model, divided);
-    (begin(to, &parameters, &entries, states, progress), entries)
-}
-
-fn begin<T: Serialize>(
     (path, host_bytes): (&Path, usize),
-    parameters: &[ParameterEntry],
-    entries: &[Entry],
-    states: Contents,
+    (model, divided): (&M, &dyn Divided),
+    (of_model, states): (Vec<Planned>, Contents),
     progress: &T,
 ) -> Result<Saving> {
     let json = |text: serde_json::Result<String>| {
@@ -420,11 +412,11 @@ fn begin<T: Serialize>(
     let mut contents = states;
     let texts = [
         (FORMAT, layout::VERSION.to_string()),
-        (PARAMETERS, json(serde_json::to_string(parameters))?),
+        (PARAMETERS, json(serde_json::to_string(&parameters(model, divided)))?),
         (PROGRESS, json(serde_json::to_string(progress))?),
     ];
     contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
-    contents.tensors.splice(0..0, entries.iter().map(|entry| entry.planned.clone()));
+    contents.tensors.splice(0..0, of_model);
     Saving::start(path, contents, host_bytes)
 }
 

@@ -68,7 +68,7 @@ impl Stored {
 }
 
 impl Archive {
-    /// Opens a checkpoint and reads its index and the head of its container.
+    /// Opens a file and reads its index and the head of its container.
     ///
     /// # Errors
     ///
@@ -102,6 +102,36 @@ impl Archive {
             metadata: index.metadata,
             digest: digest(&[&bytes]).into(),
         })
+    }
+
+    /// Adds the contents of the next part of one checkpoint. The first part of all has the texts
+    /// that every rank writes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if a tensor is in several parts.
+    pub fn join(&mut self, next: Self) -> Result<()> {
+        let digest = digest(&[&self.digest().to_le_bytes(), &next.digest().to_le_bytes()]);
+        self.digest = digest.into();
+        for (name, value) in next.scalars {
+            self.scalars.entry(name).or_insert(value);
+        }
+        for (name, text) in next.metadata {
+            self.metadata.entry(name).or_insert(text);
+        }
+        for (name, stored) in next.tensors {
+            if self.tensors.contains_key(&name) {
+                let reason = format!("tensor `{name}` is in another part, too");
+                return Err(broken(&next.path, reason));
+            }
+            self.tensors.insert(name, stored);
+        }
+        Ok(())
+    }
+
+    /// The archive under another path.
+    pub fn at(self, path: &Path) -> Self {
+        Self { path: path.to_owned(), ..self }
     }
 
     /// Opens a file that does not end like a checkpoint of this version.
@@ -389,7 +419,7 @@ impl Archive {
     }
 }
 
-fn broken(path: &Path, reason: String) -> Error {
+pub(super) fn broken(path: &Path, reason: String) -> Error {
     Error::Checkpoint {
         path: path.to_owned(),
         reason,

@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use burn::module::Module;
 use serde::Serialize;
 
 use super::Checkpointed;
+use super::parts::{self, Part, Patience};
 use super::write::{Saving, failed};
 use crate::error::{Error, Result};
 
@@ -56,6 +58,10 @@ pub struct Saver {
     keep_last: Option<usize>,
     /// Bytes that may wait for the writer.
     host_bytes: usize,
+    /// `true` if every rank writes a file.
+    in_parts: bool,
+    /// The longest time without a change in the folder of the parts, also of a running save.
+    patience: Patience,
     is_immediate: bool,
     /// The thread of the last save.
     running: Option<JoinHandle<Result<()>>>,
@@ -75,6 +81,8 @@ impl Saver {
             when_busy: WhenBusy::default(),
             keep_last: None,
             host_bytes: usize::MAX,
+            in_parts: false,
+            patience: Patience::new(PATIENCE),
             is_immediate: false,
             running: None,
         }
@@ -87,15 +95,33 @@ impl Saver {
         saver
     }
 
+    /// Saves to folders, to which all ranks write at the same time: each a file of its own in the
+    /// folder at the path, and then rank 0 an index of them. The hosts have to share the folder.
+    /// Every function that loads a file loads a folder as well, on any number of ranks.
+    ///
+    /// An interrupted save leaves the previous checkpoint in the folder.
+    pub fn with_parts(mut self) -> Self {
+        self.in_parts = true;
+        self
+    }
+
+    /// Sets the time for which rank 0 waits for the [parts](Self::with_parts) of other ranks while
+    /// nothing changes in their folder: ten minutes by default, and ten seconds at most for a saver
+    /// that is dropped.
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = Patience::new(patience);
+        self
+    }
+
     /// Sets what a save does while an earlier one still runs.
     pub fn with_when_busy(mut self, when_busy: WhenBusy) -> Self {
         self.when_busy = when_busy;
         self
     }
 
-    /// Keeps the last `count` files, at least one. A save that has succeeded removes the others of
-    /// its folder: those whose names differ from its own only in the last number, which has to be
-    /// smaller. Names without a number are refused.
+    /// Keeps the last `count` files or [folders of parts](Self::with_parts), at least one. A save
+    /// that has succeeded removes the others beside it, whose names differ from its own only in
+    /// the last number, which has to be smaller. Names without a number are refused.
     pub fn with_keep_last(mut self, count: usize) -> Self {
         self.keep_last = Some(count.max(1));
         self
@@ -109,7 +135,8 @@ impl Saver {
     }
 
     /// Saves model, optimizer and progress of a run as [`checkpoint::save`](super::save), and
-    /// returns once they are copied. On many ranks all of them make this call, and rank 0 writes.
+    /// returns once they are copied. On many ranks all of them make this call, and rank 0 writes,
+    /// or [all of them](Self::with_parts).
     ///
     /// # Errors
     ///
@@ -127,12 +154,14 @@ impl Saver {
         optim.save_run(self, path.as_ref(), model, progress)
     }
 
-    /// Returns `true` while a file is being written. Only rank 0 writes.
+    /// Returns `true` while this rank writes a file.
     pub fn is_saving(&self) -> bool {
         self.running.as_ref().is_some_and(|running| !running.is_finished())
     }
 
-    /// Waits until the file of the last save is complete. Does nothing on ranks that do not write.
+    /// Waits until the file of the last save is complete; with [parts](Self::with_parts), until
+    /// this rank's file is, and on rank 0 the whole folder. Does nothing on a rank that does not
+    /// write.
     ///
     /// # Errors
     ///
@@ -142,8 +171,12 @@ impl Saver {
         running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
-    /// Fails if a save to a path can't begin: on the rank that writes, for all ranks.
+    /// Fails if a save to a path can't begin: on a rank that writes, for all ranks.
     pub(crate) fn prepare(&mut self, path: &Path) -> Result<()> {
+        if self.in_parts {
+            let created = fs::create_dir_all(path);
+            created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
+        }
         if self.keep_last.is_some() {
             // Before anything is written: files whose names have no number would never be removed.
             Numbered::of(path)?;
@@ -166,27 +199,76 @@ impl Saver {
         self.host_bytes
     }
 
-    /// Completes a file whose tensors have all been put.
-    pub(crate) fn finish(&mut self, path: &Path, saving: Saving) -> Result<()> {
-        let (to, keep_last) = (path.to_owned(), self.keep_last);
+    /// Returns `true` if every rank writes a file.
+    pub(crate) fn is_in_parts(&self) -> bool {
+        self.in_parts
+    }
+
+    /// A number for the next save, which no save to the same folder has had.
+    pub(crate) fn number() -> u64 {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        now.as_nanos() as u64
+    }
+
+    /// The file of a rank, which writes, in the save of this number.
+    pub(crate) fn target(&self, path: &Path, save: u64, ranks: [usize; 2]) -> Target {
+        let part = self.in_parts.then(|| Part::new(path, save, ranks));
+        Target { path: path.to_owned(), part }
+    }
+
+    /// Completes a file whose tensors have all been put, or fails with the error of one of them.
+    pub(crate) fn finish(&mut self, target: Target, saving: Result<Saving>) -> Result<()> {
+        let saving = saving.inspect_err(|error| target.give_up(error))?;
+        let (keep_last, patience) = (self.keep_last, self.patience.clone());
+        let to = target.clone();
         let finish = move || {
-            saving.finish()?;
+            saving.finish().inspect_err(|error| to.give_up(error))?;
+            if to.part.as_ref().is_some_and(|part| !part.is_first()) {
+                return Ok(());
+            }
+            to.part.iter().try_for_each(|part| part.complete(&patience))?;
             // After the new file is complete, so that there are never fewer.
-            keep_last.map_or(Ok(()), |count| remove_older(&to, count))
+            keep_last.map_or(Ok(()), |count| remove_older(&to.path, count))
         };
         if self.is_immediate {
             return finish();
         }
         let thread = thread::Builder::new().name("save".to_owned()).spawn(finish);
-        let no_thread = |error| failed(path, &format!("cannot start a thread: {error}"));
-        self.running = Some(thread.map_err(no_thread)?);
+        let no_thread = |error| failed(&target.path, &format!("cannot start a thread: {error}"));
+        self.running = Some(thread.map_err(no_thread).inspect_err(|error| target.give_up(error))?);
         Ok(())
+    }
+}
+
+/// The longest time without a change in the folder of the parts, by default.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// The same for a saver that is dropped.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// The checkpoint at a path, and this rank's part of it if it has parts.
+#[derive(Clone)]
+pub struct Target {
+    path: PathBuf,
+    part: Option<Part>,
+}
+
+impl Target {
+    /// The file that this rank writes.
+    pub fn file(&self) -> PathBuf {
+        self.part.as_ref().map_or_else(|| self.path.clone(), Part::path)
+    }
+
+    /// Tells the rank that waits for all parts that this one will not come.
+    fn give_up(&self, error: &Error) {
+        self.part.iter().for_each(|part| part.give_up(error));
     }
 }
 
 impl Drop for Saver {
     fn drop(&mut self) {
         let is_panicking = thread::panicking();
+        // Perhaps another rank has failed, and its part will not come.
+        self.patience.shorten(GRACE);
         if let Some(running) = self.running.take()
             && let Ok(Err(error)) = running.join()
             && !is_panicking
@@ -196,9 +278,9 @@ impl Drop for Saver {
     }
 }
 
-/// Returns the file of the highest number in the folder of a path, or `None` if there is none:
-/// among files whose names differ from the path's only in their last number. The path's own file
-/// need not exist.
+/// Returns the checkpoint of the highest number in the folder of a path, or `None` if there is
+/// none: among files and complete [folders of parts](Saver::with_parts) whose names differ from the
+/// path's only in their last number. The path's own file need not exist.
 ///
 /// # Errors
 ///
@@ -213,8 +295,9 @@ pub fn latest(path: impl AsRef<Path>) -> Result<Option<PathBuf>> {
 fn remove_older(path: &Path, keep: usize) -> Result<()> {
     let numbered = Numbered::of(path)?;
     let older: Vec<_> = numbered.siblings(path)?.range(..=numbered.number).map(file).collect();
-    for file in older.iter().rev().skip(keep) {
-        fs::remove_file(file).map_err(|error| failed(file, &error.to_string()))?;
+    for path in older.iter().rev().skip(keep) {
+        let removed = if path.is_dir() { parts::remove(path) } else { fs::remove_file(path) };
+        removed.map_err(|error| failed(path, &error.to_string()))?;
     }
     Ok(())
 }
@@ -267,8 +350,11 @@ impl<'a> Numbered<'a> {
         for entry in entries {
             let name = entry.map_err(|error| failed(folder, &error.to_string()))?.file_name();
             let Some(found) = name.to_str().and_then(Numbered::split) else { continue };
-            if (found.before, found.after) == (self.before, self.after) {
-                siblings.insert(found.number, path.with_file_name(&name));
+            let is_alike = (found.before, found.after) == (self.before, self.after);
+            let path = path.with_file_name(&name);
+            // A folder without an index is not complete, or not a checkpoint.
+            if is_alike && (!path.is_dir() || parts::is_checkpoint(&path)) {
+                siblings.insert(found.number, path);
             }
         }
         Ok(siblings)

@@ -75,8 +75,10 @@ impl Exchange {
             });
         }
         let to = (checkpoint.as_ref(), 0);
-        let (saving, _) = checkpoint::start(to, (model, &Undivided), contents, progress);
-        let mut saving = saving?;
+        let of_model = checkpoint::entries(model, &Undivided).into_iter();
+        let of_model = of_model.map(|entry| entry.planned).collect();
+        let mut saving =
+            checkpoint::start(to, (model, &Undivided), (of_model, contents), progress)?;
         for taken in weights.iter().chain(&states) {
             saving.put(taken.read(&mut source)?)?;
         }

@@ -25,7 +25,7 @@ pub const IN_PROCESS: &[Case] = cases![
 
 /// Adafactor, whose steps depend on rows, columns and norms, and LAMB, whose steps depend on norms,
 /// for parameters of one to three dimensions. Muon and AdamW update the others.
-fn muon() -> MuonConfig {
+pub fn muon() -> MuonConfig {
     config()
         .muon
         .with_optimizer("adafactor", AdafactorConfig::new().build())
@@ -34,7 +34,7 @@ fn muon() -> MuonConfig {
         .with_rule(RoutingRule::custom(r"^wide|norm\.gamma", "lamb"))
 }
 
-fn custom() -> DistMuonConfig {
+pub fn custom() -> DistMuonConfig {
     config().with_muon(muon()).with_bucket_mb(Some(0.002))
 }
 

@@ -2,6 +2,7 @@
 //! that continue on other numbers of ranks.
 
 mod audits;
+mod checkpoint_parts;
 mod checkpoints;
 mod collectives;
 mod custom;
@@ -43,7 +44,8 @@ fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
     let more =
         [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE, drift::EVERYWHERE];
-    [&cases[..], &more, &[audits::EVERYWHERE]].concat().concat()
+    let others = [audits::EVERYWHERE, checkpoint_parts::EVERYWHERE];
+    [&cases[..], &more, &others].concat().concat()
 }
 
 /// Such cases of updates, which an engine does not see.
@@ -62,7 +64,8 @@ fn passes() -> Vec<Case> {
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
     let more = [custom::IN_PROCESS, drift::IN_PROCESS, layer_optimizers::IN_PROCESS];
-    [&cases[..], &more, &[audits::IN_PROCESS]].concat().concat()
+    let others = [audits::IN_PROCESS, checkpoint_parts::IN_PROCESS];
+    [&cases[..], &more, &others].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in

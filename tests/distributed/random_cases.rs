@@ -12,6 +12,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::module::embedding;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use distmuon::checkpoint::Saver;
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::plan::Balancing;
 use distmuon::distributed::{
@@ -463,7 +464,15 @@ impl<'a> Run<'a> {
     }
 
     fn reload(mut self, load: Load, path: &Path) -> Result<Self> {
-        self.optim.save(path, &self.net, &self.passes)?;
+        // One file or a folder of parts, in turn: at different paths.
+        let in_parts = !self.loads.is_multiple_of(2);
+        let path = &path.with_extension(if in_parts { "parts" } else { "bpk" });
+        let saver = Saver::new();
+        let mut saver = if in_parts { saver.with_parts() } else { saver };
+        saver.save(path, &self.net, &self.optim, &self.passes)?;
+        saver.wait()?;
+        // Rank 0 completes the parts, without telling.
+        self.world.comm().barrier()?;
         self.loads += 1;
         self.shape.has_evaluated ^= matches!(load, Load::Matching);
         let prepare = |net| match load {

@@ -14,6 +14,7 @@ use burn::tensor::Device;
 #[cfg(feature = "mpi")]
 use burn::tensor::{DType, Tensor};
 use distmuon::Result;
+use distmuon::checkpoint::Saver;
 #[cfg(feature = "mpi")]
 use distmuon::comm::ReduceOp;
 use distmuon::comm::{Launch, World};
@@ -39,6 +40,8 @@ pub const FOLDER: &str = "DISTMUON_TEST_FOLDER";
 /// The variable with the point at which the victim is killed: a phase, and the number of events
 /// before.
 const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
+/// The variable that is set in processes whose ranks each save a part.
+const IN_PARTS: &str = "DISTMUON_TEST_IN_PARTS";
 /// The variable with the victim's point at which the hosts are cut off from each other. It is set
 /// in processes of a world of hosts.
 #[cfg(feature = "mpi")]
@@ -191,11 +194,12 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
         }
         Ok(())
     });
-    let path = folder.join("run.ckpt");
+    let mut saver = std::env::var_os(IN_PARTS).map(|_| Saver::new().with_parts());
+    let path = folder.join(if saver.is_some() { "run.parts" } else { "run.ckpt" });
     let mut net = world.broadcast(model(world.device()))?;
     let mut optim = config().init(&world, &net)?;
     let mut step = 0;
-    if path.exists() {
+    if path.is_file() || path.join("index.json").is_file() {
         (net, optim, step) = optim.load(&path, net)?;
     }
     while step < STEPS {
@@ -204,8 +208,12 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
         net = optim.step(0.01, net, gradients)?;
         phase.enter("save", step);
         step += 1;
-        optim.save(&path, &net, &step)?;
+        match &mut saver {
+            Some(saver) => saver.save(&path, &net, &optim, &step)?,
+            None => optim.save(&path, &net, &step)?,
+        }
     }
+    saver.iter_mut().try_for_each(Saver::wait)?;
     fs::write(folder.join(format!("weights-{}", world.rank())), weights(&net).concat())
         .expect("the folder exists");
     Ok(())
@@ -309,10 +317,18 @@ fn processes_are_bit_equal_to_threads() {
 }
 
 fn a_killed_rank_is_named_by_all_others_and_training_resumes() {
-    for point in DEATHS {
+    let points = DEATHS.map(|point| (point, None));
+    // With parts, the victim is killed before and while it writes one, and after that.
+    let in_parts = ["save 0: 4", "save 1: 0", "save 1: 2", "save 1: 4", "step 2: 3", "save 2: 5"];
+    let in_parts = in_parts.map(|point| (point, Some((IN_PARTS, "1".to_owned()))));
+    for (point, in_parts) in points.into_iter().chain(in_parts) {
         let folder = tempfile::tempdir().unwrap();
         let begin = Instant::now();
-        let outputs = finish(start(folder.path(), &[(KILLED_AT, point.to_owned())]));
+        let killed_at = (KILLED_AT, point.to_owned());
+        let outputs = finish(start(
+            folder.path(),
+            &[killed_at].into_iter().chain(in_parts.clone()).collect::<Vec<_>>(),
+        ));
         assert!(begin.elapsed() < DEADLINE, "{point}: no rank waited for the deadline");
         for (rank, output) in outputs.iter().enumerate() {
             let stderr = text(&output.stderr);
@@ -324,7 +340,7 @@ fn a_killed_rank_is_named_by_all_others_and_training_resumes() {
             }
         }
         // All ranks start again from the last checkpoint, with the result of an undisturbed run.
-        for output in finish(start(folder.path(), &[])) {
+        for output in finish(start(folder.path(), in_parts.as_slice())) {
             assert!(output.status.success(), "{point}: {}", text(&output.stderr));
         }
         assert!(trained(folder.path(), RANKS) == expected(), "{point}");

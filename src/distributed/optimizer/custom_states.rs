@@ -20,6 +20,27 @@ use crate::update::{OWN_STATE, of_another, unused as unused_slot};
 /// Bytes of a message, in which the states of several matrices have room.
 const CHUNK: usize = 1 << 24;
 
+/// The ranks that get what all ranks hold parts of.
+#[derive(Clone, Copy)]
+pub enum Receivers<'a> {
+    All,
+    Main,
+    /// The writer of every sharded slot, in their order. The states of users' optimizers stay
+    /// where they are.
+    Writers(&'a [usize]),
+}
+
+impl Receivers<'_> {
+    /// The rank that gets a slot, `None` for all ranks.
+    pub fn of(self, slot: usize) -> Option<usize> {
+        match self {
+            Self::All => None,
+            Self::Main => Some(0),
+            Self::Writers(writers) => Some(writers[slot]),
+        }
+    }
+}
+
 /// The states of whole parameters, without their elements.
 pub struct OwnStates {
     /// By the index of the parameter in the plan: those of all ranks where they are written, of
@@ -110,30 +131,31 @@ impl OwnStates {
         Self::of(states.map(|(number, state)| (number, Outline::of(state))).collect())
     }
 
-    /// The states of all ranks, with their outlines on rank 0 or on all ranks. All ranks make this
-    /// call.
-    pub fn gather(divided: &DividedModel, shards: &[Shard], everywhere: bool) -> Result<Self> {
+    /// The states of all ranks, with their outlines on rank 0 or on all ranks; for
+    /// [`Receivers::Writers`] this rank's states. All ranks make this call.
+    pub fn gather(divided: &DividedModel, shards: &[Shard], receivers: Receivers) -> Result<Self> {
         let (world, mut own) = (&divided.world, Self::local(shards));
         let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
-        if world.size() == 1 || !shards.iter().any(is_whole) {
+        let stay = matches!(receivers, Receivers::Writers(_));
+        if stay || world.size() == 1 || !shards.iter().any(is_whole) {
             return Ok(own);
         }
         if let Some(all) = world.gather_value(&own.outlines, 0)? {
             own = Self::of(all.into_iter().flatten().collect());
         }
-        if everywhere {
+        if matches!(receivers, Receivers::All) {
             return Ok(Self::of(world.broadcast_value(&own.outlines, 0)?));
         }
         Ok(Self { sizes: world.broadcast_value(&own.sizes, 0)?, ..own })
     }
 
-    /// Passes on the tensors of all states, parameter by parameter, on rank 0 or on all ranks. All
-    /// ranks make this call.
+    /// Passes on the tensors of all states, parameter by parameter, on the ranks that receive them.
+    /// All ranks make this call.
     pub fn collect(
         &self,
         divided: &DividedModel,
         shards: &[Shard],
-        everywhere: bool,
+        receivers: Receivers,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
         for (parameter, bytes) in &self.sizes {
@@ -142,8 +164,12 @@ impl OwnStates {
                 true => elements(*parameter, shards),
                 false => vec![],
             };
-            let elements = sent(local, *bytes, owner, &divided.world, everywhere)?;
-            if !everywhere && !divided.world.is_main() {
+            let elements = match receivers {
+                Receivers::All => sent(local, *bytes, owner, &divided.world, true)?,
+                Receivers::Main => sent(local, *bytes, owner, &divided.world, false)?,
+                Receivers::Writers(_) => local,
+            };
+            if matches!(receivers, Receivers::Main) && !divided.world.is_main() {
                 continue;
             }
             let mut start = 0;

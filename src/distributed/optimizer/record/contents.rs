@@ -35,6 +35,12 @@ impl DividedModel {
         most.max_by_key(Vec::len).expect("a bucket has parameters")
     }
 
+    /// The sharded slots of all buckets, in the order in which they are recorded.
+    pub fn slots_of_buckets(&self) -> impl Iterator<Item = (&Bucket, Slot)> {
+        let buckets = self.plan.buckets().iter();
+        buckets.flat_map(|bucket| self.slots(bucket).into_iter().map(move |slot| (bucket, slot)))
+    }
+
     /// The sharded slots of a parameter.
     pub fn parameter_slots(&self, index: usize) -> Vec<Slot> {
         self.trainable[index].slots(self.routing.updates())
@@ -95,13 +101,14 @@ impl DividedModel {
     }
 
     /// The names, types and shapes of the state under the names of Burn's record, with the given
-    /// identities of the parameters by path.
+    /// identities of the parameters by path. `is_here` tells by its number whether a
+    /// [sharded slot](Self::slots_of_buckets) is part of it.
     pub fn contents(
         &self,
-        counters: &[Counter],
-        own: &OwnStates,
+        (counters, own): (&[Counter], &OwnStates),
         ids: &HashMap<String, u64>,
         loss_scale: Option<&LossScale>,
+        is_here: impl Fn(usize) -> bool,
     ) -> Result<Contents> {
         let ids = self.identities(ids)?;
         let id = |index: usize| ids[self.trainable[index].model];
@@ -113,12 +120,11 @@ impl DividedModel {
                 let name = format!("{id}.{}", parameter.recorded(name));
                 contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
             };
-        for bucket in self.plan.buckets() {
-            for slot in self.slots(bucket) {
-                for index in self.slot_values(bucket, slot.name).by_parameter().into_keys() {
-                    let shape = self.recorded_shape(index, slot.name);
-                    plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
-                }
+        let slots = self.slots_of_buckets().enumerate();
+        for (_, (bucket, slot)) in slots.filter(|(number, _)| is_here(*number)) {
+            for index in self.slot_values(bucket, slot.name).by_parameter().into_keys() {
+                let shape = self.recorded_shape(index, slot.name);
+                plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
             }
         }
         contents.tensors.extend(own.planned(id));

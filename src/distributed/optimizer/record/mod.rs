@@ -19,7 +19,7 @@ use burn::tensor::TensorData;
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::DistModuleOptimizer;
-use super::custom_states::OwnStates;
+use super::custom_states::{OwnStates, Receivers};
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saver, States};
 use crate::distributed::busy::Busy;
 use crate::error::Result;
@@ -120,10 +120,11 @@ impl DistModuleOptimizer {
     fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
         let (divided, shards) = (&self.divided, &self.shards);
-        let own = self.announced(OwnStates::gather(divided, shards, everywhere))?;
+        let receivers = if everywhere { Receivers::All } else { Receivers::Main };
+        let own = self.announced(OwnStates::gather(divided, shards, receivers))?;
         let counters = divided.recorded_counters(&self.accounts.counters);
-        let contents = self.contents(&counters, &own, &divided.ids());
-        let collected = collect(divided, shards, &own, everywhere, |data| states.push(data));
+        let contents = self.contents(&counters, &own, &divided.ids(), |_| true);
+        let collected = collect(divided, shards, &own, receivers, |data| states.push(data));
         self.announced(collected)?;
         // Collectives may return results that the device has not received yet.
         self.announced(divided.world.comm().synchronize())?;
@@ -142,7 +143,7 @@ impl DistModuleOptimizer {
     pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
         let counters = self.divided.recorded_counters(&self.accounts.counters);
         let own = OwnStates::local(&self.shards);
-        let contents = self.contents(&counters, &own, &self.divided.ids())?;
+        let contents = self.contents(&counters, &own, &self.divided.ids(), |_| true)?;
         let one = |planned: &Planned| {
             TensorData::from_bytes_vec(
                 vec![0; planned.dtype.size()],
@@ -154,14 +155,18 @@ impl DistModuleOptimizer {
         recorded(contents, tensors)
     }
 
-    /// The names, types and shapes of the state, with the given identities of the parameters.
+    /// The names, types and shapes of the state; see [`DividedModel::contents`].
+    ///
+    /// [`DividedModel::contents`]: super::divided_model::DividedModel::contents
     fn contents(
         &self,
         counters: &[Counter],
         own: &OwnStates,
         ids: &HashMap<String, u64>,
+        is_here: impl Fn(usize) -> bool,
     ) -> Result<Contents> {
-        self.divided.contents(counters, own, ids, self.scaling.loss_scale.as_ref())
+        let loss_scale = self.scaling.loss_scale.as_ref();
+        self.divided.contents((counters, own), ids, loss_scale, is_here)
     }
 }
 
@@ -176,16 +181,13 @@ impl Checkpointed for DistModuleOptimizer {
         self.finish_publication()?;
         let world = &self.divided.world;
         let prepared = {
-            // Rank 0 may wait for its file of an earlier save.
+            // A rank may wait for its file of an earlier save.
             let _busy = Busy::new(world.communicator());
             saver.prepare(path)
         };
         let parts = world.agree(prepared.and_then(|()| self.divided.divided_values(model)))?;
         // A collective that fails ends the world: only the file is left to agree on.
-        let written = self.announced(match world.is_main() {
-            true => self.write((saver, path), model, parts, progress),
-            false => self.send_states(parts).map(Ok),
-        })?;
+        let written = self.announced(self.write((saver, path), model, parts, progress))?;
         world.agree(written)
     }
 
@@ -197,7 +199,7 @@ impl Checkpointed for DistModuleOptimizer {
         let opened = {
             let _busy = Busy::new(self.divided.world.communicator());
             let parts = self.divided.divided_values(&model);
-            parts.and_then(|_| Archive::open(path))
+            parts.and_then(|_| checkpoint::open(path))
         };
         // Gradients of the values that are replaced.
         self.divided.passes.discard()?;

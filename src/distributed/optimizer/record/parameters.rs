@@ -35,8 +35,9 @@ impl DividedModel {
         Ok(divided.collect())
     }
 
-    /// The whole of a divided parameter, flat, on rank 0. All ranks make this call.
-    pub fn collect_whole(&self, path: &str, part: Tensor<1>) -> Result<Tensor<1>> {
+    /// The whole of a divided parameter, flat, on one rank: rank 0 for a sliced one. All ranks make
+    /// this call.
+    pub fn collect_whole(&self, path: &str, part: Tensor<1>, root: usize) -> Result<Tensor<1>> {
         let slice = self.cuts.slice(path);
         let axes = slice.map_or(&[][..], |slice| slice.slices.axes());
         let group = self.layout.slice_group(axes);
@@ -48,9 +49,9 @@ impl DividedModel {
             Some(pass_parameter) => {
                 let comm = group.map_or(self.world.comm(), |group| &group.alike);
                 let shards = comm
-                    .gather(pass_parameter.shard(&part), &pass_parameter.counts().to_vec(), 0)?
+                    .gather(pass_parameter.shard(&part), &pass_parameter.counts().to_vec(), root)?
                     .wait()?;
-                if comm.rank() == 0 { pass_parameter.whole_of_shards(&shards) } else { shards }
+                if comm.rank() == root { pass_parameter.whole_of_shards(&shards) } else { shards }
             }
             None => part,
         };

@@ -1,4 +1,4 @@
-//! The collection of the states of all ranks, and the file that rank 0 writes.
+//! The collection of the states of all ranks, and the files that ranks write.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -9,28 +9,56 @@ use serde::Serialize;
 
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
-use super::super::custom_states::OwnStates;
+use super::super::custom_states::{OwnStates, Receivers};
 use super::super::divided_model::DividedModel;
-use crate::checkpoint::{self, Contents, Saver, Saving};
+use crate::checkpoint::{self, Entry, Saver, Saving};
+use crate::comm::World;
 use crate::distributed::busy::Busy;
 use crate::distributed::plan::{Bucket, BucketKind, InBuffer};
 use crate::error::Result;
-use crate::parameters;
+
+/// The rank that writes each tensor of a checkpoint, the same on all ranks.
+struct Writers {
+    /// For the model's tensors, in their order.
+    model: Vec<usize>,
+    /// For the sharded slots, in the order of [`collect`].
+    slots: Vec<usize>,
+}
+
+impl Writers {
+    /// Every tensor is written by the rank with the fewest bytes so far, of `ranks` that write.
+    fn new(ranks: usize, divided: &DividedModel, entries: &[Entry]) -> Self {
+        let mut written = vec![0; ranks];
+        let mut next = |only: Option<usize>, bytes: usize| {
+            let rank = only.unwrap_or_else(|| least(&written));
+            written[rank] += bytes;
+            rank
+        };
+        let model = entries.iter().map(|entry| {
+            // Slices meet on rank 0.
+            let only = divided.cuts.slice(entry.path()).map(|_| 0);
+            next(only, entry.planned.bytes)
+        });
+        let model = model.collect();
+        let slots = divided.slots_of_buckets().map(|(bucket, slot)| {
+            let values = divided.slot_values(bucket, slot.name).by_parameter();
+            let elements: usize = values.values().flatten().map(|segment| segment.len).sum();
+            next(None, elements * slot.dtype.resolve(bucket.dtype).size())
+        });
+        Self { model, slots: slots.collect() }
+    }
+}
+
+/// The rank that has written the fewest bytes.
+fn least(written: &[usize]) -> usize {
+    let ranks = written.iter().enumerate().min_by_key(|(_, bytes)| **bytes);
+    ranks.expect("a rank writes").0
+}
 
 impl DistModuleOptimizer {
-    /// Makes the calls of [`write`](Self::write) on a rank that does not write.
-    pub(super) fn send_states(&self, parts: Vec<(String, Tensor<1>)>) -> Result<()> {
-        let own = OwnStates::gather(&self.divided, &self.shards, false)?;
-        for (path, part) in parts {
-            self.divided.collect_whole(&path, part)?;
-        }
-        collect(&self.divided, &self.shards, &own, false, |_| ())?;
-        self.divided.world.comm().synchronize()
-    }
-
-    /// Writes a checkpoint. Makes the collective calls of [`collect`] even if the
-    /// file can't be written, because the other ranks make them: the outer error is a collective's,
-    /// the inner one the file's.
+    /// Writes a checkpoint, or this rank's part of it. Makes the collective calls of [`collect`]
+    /// even if a file can't be written, because the other ranks make them: the outer error is a
+    /// collective's, the inner one the file's. All ranks make this call.
     pub(super) fn write<M: Module, T: Serialize>(
         &self,
         (saver, path): (&mut Saver, &Path),
@@ -38,74 +66,102 @@ impl DistModuleOptimizer {
         parts: Vec<(String, Tensor<1>)>,
         progress: &T,
     ) -> Result<Result<()>> {
+        let Self { divided, shards, .. } = self;
+        let (world, rank, in_parts) = (&divided.world, divided.world.rank(), saver.is_in_parts());
+        let writes = in_parts || world.is_main();
+        let _busy = writes.then(|| Busy::new(world.communicator()));
+        let mut entries = checkpoint::entries(model, divided);
+        let save = if in_parts { share_identities(world, &mut entries)? } else { 0 };
+        let writers = Writers::new(if in_parts { world.size() } else { 1 }, divided, &entries);
+        let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
+        let own = OwnStates::gather(divided, shards, receivers)?;
+        let target = saver.target(path, save, [rank, world.size()]);
+        let counters = match world.is_main() {
+            true => divided.recorded_counters(&self.accounts.counters),
+            false => vec![],
+        };
         // The ids in the file belong to the saved model, by which Burn finds the state of a
         // parameter: after a load they differ from the last step's.
-        let found = parameters::of(model).into_iter();
-        let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
-        let _busy = Busy::new(self.divided.world.communicator());
-        let counters = self.divided.recorded_counters(&self.accounts.counters);
-        let own = OwnStates::gather(&self.divided, &self.shards, false)?;
-        let contents = self.contents(&counters, &own, &ids);
-        let (contents, error) = match contents {
-            Ok(contents) => (contents, None),
-            Err(error) => (Contents::default(), Some(error)),
+        let ids: HashMap<String, u64> = entries.iter().filter_map(Entry::identity).collect();
+        let start = || {
+            let is_written = |slot: usize| writers.slots[slot] == rank;
+            let states = self.contents(&counters, &own, &ids, is_written)?.of_optimizer();
+            let here = entries.iter().zip(&writers.model).filter(|(_, writer)| **writer == rank);
+            let here = here.map(|(entry, _)| entry.planned.clone()).collect();
+            let to = (&*target.file(), saver.host_bytes());
+            checkpoint::start(to, (model, divided), (here, states), progress)
         };
-        let (to, contents) = ((path, saver.host_bytes()), contents.of_optimizer());
-        let (saving, entries) = checkpoint::start(to, (model, &self.divided), contents, progress);
-        let mut saving = error.map_or(saving, Err);
+        let mut saving = writes.then(start).transpose();
         let mut parts = parts.into_iter();
-        for entry in entries {
+        for (entry, writer) in entries.into_iter().zip(writers.model) {
             let whole = match entry.is_divided {
                 true => {
                     let (path, part) = parts.next().expect("every divided parameter has a part");
-                    Some(self.divided.collect_whole(&path, part)?)
+                    Some(divided.collect_whole(&path, part, writer)?)
                 }
                 false => None,
             };
-            put(&mut saving, || (entry.data)(whole));
+            if writer == rank {
+                put(&mut saving, || (entry.data)(whole));
+            }
         }
-        collect(&self.divided, &self.shards, &own, false, |data| put(&mut saving, || data))?;
-        counters
-            .into_iter()
-            .for_each(|counter| put(&mut saving, || TensorData::from([counter.value])));
+        let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
+        collect(divided, shards, &own, receivers, |data| put(&mut saving, || data))?;
+        for counter in counters {
+            put(&mut saving, || TensorData::from([counter.value]));
+        }
         // Collectives may return results that the device has not received yet.
-        self.divided.world.comm().synchronize()?;
-        Ok(saving.and_then(|saving| saver.finish(path, saving)))
+        world.comm().synchronize()?;
+        Ok(match saving.transpose() {
+            Some(saving) => saver.finish(target, saving),
+            None => Ok(()),
+        })
     }
 }
 
-/// Passes on the state's tensors one by one, in the order of [`DividedModel::contents`], on
-/// rank 0 or on all ranks. All ranks make this call.
+/// Gives the entries of all ranks the identities of rank 0's, and returns a number of the save, so
+/// that the parts of all ranks agree. All ranks make this call.
+fn share_identities(world: &World, entries: &mut [Entry]) -> Result<u64> {
+    let ids: Vec<Option<u64>> = entries.iter().map(|entry| entry.planned.id).collect();
+    let (save, ids) = world.broadcast_value(&(Saver::number(), ids), 0)?;
+    entries.iter_mut().zip(ids).for_each(|(entry, id)| entry.planned.id = id);
+    Ok(save)
+}
+
+/// Passes on the state's tensors one by one, in the order of [`DividedModel::contents`], on the
+/// ranks that receive them. All ranks make this call.
 pub fn collect(
     divided: &DividedModel,
     shards: &[Shard],
     own: &OwnStates,
-    everywhere: bool,
+    receivers: Receivers,
     mut each: impl FnMut(TensorData),
 ) -> Result<()> {
     let comm = divided.world.comm();
-    for shard in shards {
-        for slot in divided.slots(&shard.bucket) {
-            let values = divided.slot_values(&shard.bucket, slot.name);
-            let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
-            let whole = match values.kind {
-                BucketKind::Replicated => local,
-                BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements if everywhere => {
-                    comm.all_gather(local, &values.counts.to_vec())?.wait()?
-                }
-                BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                    comm.gather(local, &values.counts.to_vec(), 0)?.wait()?
-                }
-            };
-            if everywhere || comm.rank() == 0 {
-                unpack(&values, whole, |index, bytes, dtype| {
-                    let shape = divided.recorded_shape(index, slot.name);
-                    each(TensorData::from_bytes(bytes, shape, dtype));
-                });
+    let slots = shards
+        .iter()
+        .flat_map(|shard| divided.slots(&shard.bucket).into_iter().map(move |slot| (shard, slot)));
+    for (number, (shard, slot)) in slots.enumerate() {
+        let values = divided.slot_values(&shard.bucket, slot.name);
+        let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
+        let receiver = receivers.of(number);
+        let whole = match (values.kind, receiver) {
+            (BucketKind::Replicated, _) => local,
+            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, None) => {
+                comm.all_gather(local, &values.counts.to_vec())?.wait()?
             }
+            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Some(rank)) => {
+                comm.gather(local, &values.counts.to_vec(), rank)?.wait()?
+            }
+        };
+        if receiver.is_none_or(|rank| rank == comm.rank()) {
+            unpack(&values, whole, |index, bytes, dtype| {
+                let shape = divided.recorded_shape(index, slot.name);
+                each(TensorData::from_bytes(bytes, shape, dtype));
+            });
         }
     }
-    own.collect(divided, shards, everywhere, each)
+    own.collect(divided, shards, receivers, each)
 }
 
 /// Cuts the buffer of a bucket into the values of its parameters, in the order of their indices.
@@ -133,8 +189,8 @@ fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, 
 }
 
 /// Writes the next tensor of a checkpoint, unless one before it could not be written.
-fn put(saving: &mut Result<Saving>, data: impl FnOnce() -> TensorData) {
-    if let Ok(open) = saving
+fn put(saving: &mut Result<Option<Saving>>, data: impl FnOnce() -> TensorData) {
+    if let Ok(Some(open)) = saving
         && let Err(error) = open.put(data())
     {
         *saving = Err(error);

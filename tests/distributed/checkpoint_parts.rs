@@ -1,0 +1,280 @@
+//! Checkpoints to which every rank writes a part: folders that continue on other numbers of ranks,
+//! and bad ones.
+
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use distmuon::Result;
+use distmuon::checkpoint::{self, Saver};
+use distmuon::comm::World;
+use distmuon::distributed::{DistModuleOptimizer, Gradients};
+use distmuon_testing::watched::counted;
+use distmuon_testing::worlds::{Case, Folder, cases};
+use serde::{Serialize, Serializer};
+
+use crate::custom::{custom, muon};
+use crate::{Net, device, ranks, ranks_here};
+
+pub const EVERYWHERE: &[Case] = cases![parts_continue_bit_for_bit_on_any_number_of_ranks,];
+
+pub const IN_PROCESS: &[Case] = cases![
+    every_rank_writes_its_share,
+    damaged_parts_are_rejected,
+    parts_of_other_saves_are_rejected,
+    a_rank_that_cannot_write_ends_the_save_on_all_ranks,
+    an_interrupted_save_leaves_the_checkpoint_before,
+    a_part_that_does_not_come_is_named,
+    the_last_folders_are_kept_and_the_latest_is_found,
+];
+
+/// A model and its optimizer, new or of a checkpoint, after some steps.
+fn train(
+    world: &World,
+    from: Option<&Path>,
+    steps: Range<u64>,
+) -> Result<(Net, DistModuleOptimizer)> {
+    let mut net = world.broadcast(Net::new(world.device()))?;
+    let mut optim = custom().with_gradients(Gradients::Averaged).init(world, &net)?;
+    if let Some(path) = from {
+        let step: u64;
+        (net, optim, step) = checkpoint::load(path, net, optim)?;
+        assert_eq!(step, steps.start);
+    }
+    for step in steps {
+        let gradients = net.gradients(step);
+        net = optim.step(0.01, net, gradients)?;
+    }
+    Ok((net, optim))
+}
+
+/// Saves in parts, and returns once the checkpoint is complete.
+fn save<T: Serialize>(world: &World, path: &Path, steps: u64, progress: &T) -> Result<()> {
+    let (net, optim) = train(world, None, 0..steps)?;
+    let mut saver = Saver::new().with_parts().with_patience(Duration::from_secs(20));
+    saver.save(path, &net, &optim, progress)?;
+    let saved = saver.wait();
+    // Rank 0 completes the folder.
+    world.comm().barrier()?;
+    saved
+}
+
+/// A checkpoint that three ranks have saved after some steps, which are its progress.
+fn saved(folder: &Folder, name: &str, steps: u64) -> PathBuf {
+    let path = folder.path().join(name);
+    ranks_here(3, |world| save(&world, &path, steps, &steps)).unwrap();
+    path
+}
+
+/// The files of a checkpoint: its parts in the order of their ranks, and its index.
+fn files(path: &Path) -> (Vec<PathBuf>, PathBuf) {
+    let files = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
+    let (index, mut parts): (Vec<_>, Vec<_>) =
+        files.partition(|path| path.extension().is_some_and(|extension| extension == "json"));
+    parts.sort();
+    let [index] = &index[..] else { panic!("{index:?}") };
+    (parts, index.clone())
+}
+
+/// The errors of the ranks that load a checkpoint.
+fn load_errors(path: &Path) -> Vec<String> {
+    let errors = ranks_here(2, |world| {
+        let net = world.broadcast(Net::new(world.device()))?;
+        let optim = custom().init(&world, &net)?;
+        let loaded = optim.load::<_, u64>(path, net).map(|_| ());
+        Ok(loaded.expect_err("the checkpoint is bad").to_string())
+    });
+    errors.unwrap()
+}
+
+fn parts_continue_bit_for_bit_on_any_number_of_ranks() {
+    let folder = Folder::create();
+    let path = |count: usize| folder.path().join(format!("{count}.parts"));
+    let weights = |count: usize, from: Option<&Path>, steps: Range<u64>| {
+        ranks(count, |world| Ok(train(&world, from, steps.clone())?.0.weights())).unwrap()
+    };
+    let uninterrupted = weights(1, None, 0..8).swap_remove(0);
+    for saved in [1, 2, 3, 4] {
+        ranks(saved, |world| save(&world, &path(saved), 5, &5u64)).unwrap();
+        for count in [1, 2, 3, 4] {
+            for weights in weights(count, Some(&path(saved)), 5..8) {
+                assert!(weights == uninterrupted, "saved on {saved}, loaded on {count}");
+            }
+        }
+        let net = Net::new(&device());
+        let optim = muon().init(&net);
+        let (mut net, mut optim, step): (_, _, u64) =
+            checkpoint::load(path(saved), net, optim).unwrap();
+        let alone = checkpoint::load_weights(path(saved), Net::new(&device())).unwrap();
+        assert!(alone.weights() == net.weights());
+        for step in step..8 {
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients);
+        }
+        assert!(net.weights() == uninterrupted, "saved on {saved}, loaded without ranks");
+    }
+}
+
+/// Every rank writes about as many bytes, and a state is sent to its writer alone.
+fn every_rank_writes_its_share() {
+    let folder = Folder::create();
+    let (parts, _) = files(&saved(&folder, "run", 2));
+    let bytes: Vec<u64> = parts.iter().map(|part| fs::metadata(part).unwrap().len()).collect();
+    let [least, most] = [*bytes.iter().min().unwrap(), *bytes.iter().max().unwrap()];
+    assert!(parts.len() == 3 && most < least * 3 / 2, "{bytes:?}");
+
+    let path = folder.path().join("counted");
+    let sent = ranks_here(3, |world| {
+        let (net, _) = train(&world, None, 0..0)?;
+        let (comm, traffic) = counted(world.communicator());
+        let world = World::new(comm, world.device().clone());
+        let optim = custom().init(&world, &net)?;
+        traffic.lock().unwrap().clear();
+        let mut saver = Saver::new().with_parts();
+        saver.save(&path, &net, &optim, &1u64)?;
+        saver.wait()?;
+        Ok(traffic.lock().unwrap().get("gather").copied().unwrap_or(0))
+    });
+    let (sent, states) = (sent.unwrap(), bytes.iter().sum::<u64>() as usize);
+    assert!(sent.iter().all(|sent| *sent > 0), "{sent:?}: every rank sends to the others");
+    assert!(sent.iter().sum::<usize>() < states, "{sent:?} of {states}: each value once at most");
+}
+
+fn damaged_parts_are_rejected() {
+    let folder = Folder::create();
+    let path = saved(&folder, "run", 1);
+    let (parts, index) = files(&path);
+    let sound = fs::read(&index).unwrap();
+    // Every byte of the index, and bytes of all tensors of a part.
+    for file in [&index, &parts[1]] {
+        let sound = fs::read(file).unwrap();
+        for position in (0..sound.len()).step_by(if *file == index { 1 } else { 997 }) {
+            let mut bytes = sound.clone();
+            bytes[position] ^= 4;
+            fs::write(file, bytes).unwrap();
+            let errors = load_errors(&path);
+            assert!(errors[0].contains("run"), "byte {position} of {file:?}: {errors:?}");
+        }
+        fs::write(file, sound).unwrap();
+    }
+    let outside = String::from_utf8(sound.clone()).unwrap().replacen("part-", "../part-", 1);
+    fs::write(&index, outside).unwrap();
+    assert!(load_errors(&path)[0].contains("is not a file name"));
+    fs::write(&index, &sound).unwrap();
+
+    let part = fs::read(&parts[2]).unwrap();
+    fs::write(&parts[2], &part[..part.len() / 2]).unwrap();
+    assert!(load_errors(&path)[0].contains("got a damaged end"));
+    fs::remove_file(&parts[2]).unwrap();
+    let error = &load_errors(&path)[0];
+    assert!(error.contains("-2.bpk") && error.contains("copy all files"), "{error}");
+    fs::write(&parts[2], part).unwrap();
+
+    fs::remove_file(&index).unwrap();
+    assert!(load_errors(&path)[0].contains("cannot read its `index.json`"));
+    fs::write(&index, sound).unwrap();
+    ranks_here(2, |world| train(&world, Some(&path), 1..2).map(|_| ())).unwrap();
+}
+
+fn parts_of_other_saves_are_rejected() {
+    let folder = Folder::create();
+    let [first, second] = [1, 2].map(|steps| saved(&folder, &format!("run-{steps}"), steps));
+    fs::copy(&files(&first).0[1], &files(&second).0[1]).unwrap();
+    let errors = load_errors(&second);
+    assert!(errors[0].contains("-1.bpk") && errors[0].contains("another save"), "{errors:?}");
+}
+
+/// Progress that one rank can't write.
+struct Unwritable(bool);
+
+impl Serialize for Unwritable {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            true => Err(serde::ser::Error::custom("this rank's pen is broken")),
+            false => serializer.serialize_u64(2),
+        }
+    }
+}
+
+fn a_rank_that_cannot_write_ends_the_save_on_all_ranks() {
+    let folder = Folder::create();
+    let path = saved(&folder, "run", 1);
+    let before = files(&path);
+    for broken in [0, 2] {
+        let errors = ranks_here(3, |world| {
+            let progress = Unwritable(world.rank() == broken);
+            Ok(save(&world, &path, 2, &progress).expect_err("a rank can't write").to_string())
+        });
+        let errors = errors.unwrap();
+        assert!(errors.iter().all(|error| error.contains("pen is broken")), "{errors:?}");
+        assert_eq!(checkpoint::progress::<u64>(&path).unwrap(), 1, "as before");
+    }
+    // The next save removes what the others have written.
+    saved(&folder, "run", 3);
+    let (parts, _) = files(&path);
+    assert!(parts.len() == 3 && parts.iter().all(|part| !before.0.contains(part)), "{parts:?}");
+    assert_eq!(checkpoint::progress::<u64>(&path).unwrap(), 3);
+    // A file where the folder would be.
+    let file = folder.path().join("file");
+    fs::write(&file, "not a folder").unwrap();
+    let errors = ranks_here(2, |world| Ok(save(&world, &file, 1, &1).unwrap_err().to_string()));
+    for error in errors.unwrap() {
+        assert!(error.contains("cannot create the folder"), "{error}");
+    }
+}
+
+/// A killed process leaves parts without an index behind, and temporary files.
+fn an_interrupted_save_leaves_the_checkpoint_before() {
+    let folder = Folder::create();
+    let [path, other] = [("run", 1), ("other", 2)].map(|(name, steps)| saved(&folder, name, steps));
+    let (parts, _) = files(&path);
+    for part in &files(&other).0[..2] {
+        fs::copy(part, path.join(part.file_name().unwrap())).unwrap();
+        let scratch = format!("{}.77-1.tmp", part.file_name().unwrap().to_string_lossy());
+        fs::copy(part, path.join(scratch)).unwrap();
+    }
+    ranks_here(2, |world| train(&world, Some(&path), 1..2).map(|_| ())).unwrap();
+    assert_eq!(files(&path).0.len(), 3 + 4);
+    saved(&folder, "run", 2);
+    let after = files(&path).0;
+    assert!(after.len() == 3 && after.iter().all(|part| !parts.contains(part)), "{after:?}");
+    // Of a first save, nothing is a checkpoint.
+    let first = folder.path().join("first");
+    fs::create_dir(&first).unwrap();
+    fs::copy(&after[0], first.join(after[0].file_name().unwrap())).unwrap();
+    assert!(load_errors(&first)[0].contains("it is not a checkpoint"));
+}
+
+/// Ranks that have no folder in common.
+fn a_part_that_does_not_come_is_named() {
+    let folder = Folder::create();
+    let errors = ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..1)?;
+        let path = folder.path().join(format!("host-{}", world.rank()));
+        let mut saver = Saver::new().with_parts().with_patience(Duration::from_millis(300));
+        saver.save(&path, &net, &optim, &1)?;
+        Ok(saver.wait().map_err(|error| error.to_string()))
+    });
+    let errors = errors.unwrap();
+    let error = errors[0].as_ref().expect_err("rank 1's part is elsewhere");
+    assert!(error.contains("rank 1 did not write its part in 300ms"), "{error}");
+    assert!(error.contains("a folder that all ranks share"), "{error}");
+    assert_eq!(errors[1], Ok(()));
+}
+
+fn the_last_folders_are_kept_and_the_latest_is_found() {
+    let folder = Folder::create();
+    let path = |step: u64| folder.path().join(format!("step-{step}"));
+    ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..1)?;
+        let mut saver = Saver::new().with_parts().with_keep_last(2);
+        (1..=4).try_for_each(|step| saver.save(path(step), &net, &optim, &step))?;
+        saver.wait()
+    })
+    .unwrap();
+    assert_eq!([1, 2, 3, 4].map(|step| path(step).exists()), [false, false, true, true]);
+    // It has no index.
+    fs::create_dir(path(5)).unwrap();
+    assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(4)));
+}
