@@ -139,7 +139,10 @@ impl Cuts {
     fn axes(&self) -> Vec<Vec<String>> {
         let of = |path: &str| self.slice(path).map_or(&[][..], |slice| slice.slices.axes());
         let cut = self.slices.keys().map(|path| of(path).to_vec());
-        let rows = self.rows.iter().map(|(path, (axis, _))| [of(path), &[axis.clone()]].concat());
+        let rows = self
+            .rows
+            .iter()
+            .map(|(path, (axis, _))| [of(path), std::slice::from_ref(axis)].concat());
         cut.chain(rows).collect::<BTreeSet<_>>().into_iter().collect()
     }
 

@@ -167,11 +167,12 @@ pub fn a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices() {
                 few = optim.step(0.01, few, gradients)?;
                 let step = std::mem::take(&mut *traffic.lock().unwrap());
                 // Gathered once, and reduced once: of a pass and not of the step.
-                let of = |name, traffic: &BTreeMap<_, usize>| traffic.get(name).copied();
-                let [gathered, reduced] = ["all_gather", "reduce_scatter"]
-                    .map(|name| [&passes, &step].map(|sent| of(name, sent).unwrap_or_default()));
-                assert_eq!([gathered[1], reduced[1]], [0; 2], "{step:?}");
-                sent = [gathered[0] + reduced[0], of("all_to_all", &step).unwrap_or_default()];
+                let of = |name: &str, calls: &BTreeMap<&str, usize>| {
+                    calls.get(name).copied().unwrap_or_default()
+                };
+                let in_calls = |calls| of("all_gather", calls) + of("reduce_scatter", calls);
+                assert_eq!(in_calls(&step), 0, "{step:?}");
+                sent = [in_calls(&passes), of("all_to_all", &step)];
             }
             let memory = optim.memory();
             assert_eq!(memory.parameters.now, (MATRIX + STACK) / count);
