@@ -200,13 +200,16 @@ impl Layout {
     /// use burn::nn::LinearConfig;
     /// use burn::tensor::Tensor;
     /// use distmuon::distributed::Layout;
-    /// use distmuon::{DistMuonConfig, World};
+    /// use distmuon::{DistMuonConfig, MuonConfig, RoutingRule, World};
     ///
     /// World::launch(3, |world| {
     ///     let world = world.gradient_checkpointing();
     ///     let layout = Layout::from(&world).rows("dp");
     ///     let model = LinearConfig::new(64, 32).init(world.device());
-    ///     let (mut model, mut optim) = DistMuonConfig::new().start(&layout, model)?;
+    ///     // The only layer, which would otherwise be taken for a head.
+    ///     let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    ///     let config = DistMuonConfig::new().with_muon(muon);
+    ///     let (mut model, mut optim) = config.start(&layout, model)?;
     ///     let parts = layout.table(&model)?.parts("weight");
     ///     assert_eq!(parts, Some(vec![21 * 32, 21 * 32, 22 * 32])); // of one matrix
     ///     let loss = model.forward(Tensor::<2>::ones([4, 64], world.device())).square().mean();
