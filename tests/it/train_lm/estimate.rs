@@ -17,7 +17,7 @@ fn an_estimate_is_what_a_run_reports() {
         (1, ""),
         (2, ""),
         (4, " --owned dp"),
-        (3, " --rows dp"),
+        (4, " --rows dp"),
         (2, " --overlap"),
         (2, " --dtype bf16"),
     ] {
