@@ -124,6 +124,7 @@ pub mod hosts {}
 ///
 /// [`Layout`]: crate::distributed::Layout
 /// [`Layout::overlap_backward`]: crate::distributed::Layout::overlap_backward
+/// [`Layout::rows`]: crate::distributed::Layout::rows
 /// [`Mesh::new`]: crate::distributed::Mesh::new
 /// [`Place`]: crate::distributed::Place
 /// [`Keep::Nothing`]: crate::distributed::Keep::Nothing

@@ -369,7 +369,7 @@ const LAYER: usize = 512 * 512 * 4;
 
 /// Bytes in addition to the parts: while a model is divided, after that, after a forward pass, and
 /// in a backward pass, of two ranks together.
-fn extra_of_owned_parameters(keep: Keep) -> [usize; 4] {
+fn extra_of_owned_parameters(keep: Keep, in_rows: bool) -> [usize; 4] {
     let device = Device::default().autodiff().gradient_checkpointing();
     let together = Barrier::new(2);
     let before = ALLOCATOR.current_usage();
@@ -388,10 +388,10 @@ fn extra_of_owned_parameters(keep: Keep) -> [usize; 4] {
         (PeakAlloc::peak_usage as fn(&_) -> _, PeakAlloc::current_usage as fn(&_) -> _);
     let ranks = World::threads([device.clone(), device], |world| {
         let layout = Layout::new(&Mesh::flat(&world))
-            .owned("dp")
             .with_keep(keep)
             .with_ahead_mb(0.0)
             .with_in_flight_mb(0.0);
+        let layout = if in_rows { layout.rows("dp") } else { layout.owned("dp") };
         read(&world, now);
         // Not initialised yet.
         let model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device()))?;
@@ -422,15 +422,19 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     if !is_on_host() {
         return;
     }
-    extra_of_owned_parameters(Keep::Nothing); // libraries
-    let [sharding, held, kept, passing] = extra_of_owned_parameters(Keep::Nothing);
-    println!("sharding {sharding}, held {held}, kept {kept}, passing {passing} bytes");
-    // On each of two ranks: the initialised parameter, and that of rank 0.
-    assert!(sharding <= 2 * 2 * LAYER + SCRATCH, "{sharding}");
-    assert!(held <= SCRATCH && kept <= SCRATCH, "{held}, {kept}");
-    // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and the
-    // mean; and a message that a rank has sent while the other computes, as on a busy machine.
-    assert!(passing <= (OWNED_LAYERS + 2 * 5) * LAYER + SCRATCH, "{passing}");
+    for in_rows in [false, true] {
+        extra_of_owned_parameters(Keep::Nothing, in_rows); // libraries
+        let [sharding, held, kept, passing] = extra_of_owned_parameters(Keep::Nothing, in_rows);
+        println!("in rows: {in_rows}");
+        println!("sharding {sharding}, held {held}, kept {kept}, passing {passing} bytes");
+        // On each of two ranks: the initialised parameter, and that of rank 0.
+        assert!(sharding <= 2 * 2 * LAYER + SCRATCH, "{sharding}");
+        assert!(held <= SCRATCH && kept <= SCRATCH, "{held}, {kept}");
+        // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and
+        // the mean; and a message that a rank has sent while the other computes, as on a busy
+        // machine.
+        assert!(passing <= (OWNED_LAYERS + 2 * 5) * LAYER + SCRATCH, "{passing}");
+    }
 }
 
 /// Parameters of which ranks have parts that are neighbours in the whole: rows of a table, and
@@ -496,8 +500,9 @@ fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
     type Divide = fn(&Mesh) -> Layout;
-    let layouts: [(&str, Divide); 3] = [
+    let layouts: [(&str, Divide); 4] = [
         ("owned", |mesh| Layout::new(mesh).owned("dp")),
+        ("in rows", |mesh| Layout::new(mesh).rows("dp")),
         ("cut", |mesh| {
             let layout = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
             layout.with_place(Place::shard(r"^table\.weight$", "dp", 0))
@@ -843,6 +848,10 @@ fn forecasts_are_what_the_allocator_counts() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
     };
+    let rows: Lay = |world| {
+        let layout = Layout::new(&Mesh::flat(world)).rows("dp");
+        Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
+    };
     let config = |muon: MuonConfig, dtype: DType| {
         let bucket = OF_BUCKET * dtype.size();
         let short = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
@@ -864,6 +873,7 @@ fn forecasts_are_what_the_allocator_counts() {
         ("reduced in passes", full, config(muon(), full), true, reduced),
         ("lean, reduced in passes", half, config(lean, half), true, reduced),
         ("owned", full, config(muon(), full), true, owned),
+        ("in rows", full, config(muon(), full), true, rows),
     ];
     // Libraries allocate the memory that they keep at first use.
     forecast_and_counted((&cases[0].2, full, 1, false), 8192, replicated);
@@ -941,9 +951,9 @@ fn hold_the_share_of_a_process() {
     let world = World::new(world.communicator(), device);
     let share = OWNED_LAYERS * LAYER / 2;
     // Libraries allocate the memory that they keep at first use.
-    held_and_kept(&world, Keep::Nothing);
-    for keep in [Keep::Nothing, Keep::Weights] {
-        let (held, kept) = held_and_kept(&world, keep);
+    held_and_kept(&world, Keep::Nothing, false);
+    for (keep, in_rows) in [(Keep::Nothing, false), (Keep::Weights, false), (Keep::Nothing, true)] {
+        let (held, kept) = held_and_kept(&world, keep, in_rows);
         // This rank's parameters, and a momentum for each.
         assert!((2 * share..2 * share + share / 5).contains(&held), "{held} of {share}");
         match keep {
@@ -952,15 +962,44 @@ fn hold_the_share_of_a_process() {
             _ => assert!(kept >= share - 2 * LAYER, "{kept}"),
         }
     }
+    hold_rows_of_one_matrix(&world);
     world.comm().barrier().unwrap();
+}
+
+/// Fewer matrices than ranks: each has half of it in rows, from the start on.
+#[cfg(feature = "mpi")]
+fn hold_rows_of_one_matrix(world: &World) {
+    const ROWS: usize = 4095;
+    const COLUMNS: usize = 1024;
+    let before = ALLOCATOR.current_usage();
+    let held = || ALLOCATOR.current_usage().saturating_sub(before);
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let layout = Layout::new(&Mesh::flat(world)).rows("dp").with_muon(muon.clone());
+    let layer = LinearConfig::new(ROWS, COLUMNS).with_bias(false).init(world.device());
+    let mut layer = layout.shard(layer).unwrap();
+    world.comm().barrier().unwrap();
+    let rows = (ROWS + world.rank()) / 2 * COLUMNS * 4;
+    let own = rows..rows + SCRATCH;
+    assert!(own.contains(&held()), "{} of {rows} before the first step", held());
+    let mut optim = DistMuonConfig::new().with_muon(muon).init_on(&layout, &layer).unwrap();
+    let input = Tensor::<2>::ones([4, ROWS], world.device());
+    let gradients = layout.backward(&layer.forward(input).mean(), &layer).unwrap();
+    layer = optim.step(1e-3, layer, gradients).unwrap();
+    // The owner of the matrix has its momentum.
+    let states = optim.memory().states.now;
+    let own = rows + states..rows + states + SCRATCH;
+    assert!([0, ROWS * COLUMNS * 4].contains(&states), "{states}");
+    assert!(own.contains(&held()), "{} of {rows} and {states} after a step", held());
+    drop(layer);
 }
 
 /// The bytes that a rank holds between steps, and those that a forward pass keeps for the backward
 /// pass.
 #[cfg(feature = "mpi")]
-fn held_and_kept(world: &World, keep: Keep) -> (usize, usize) {
+fn held_and_kept(world: &World, keep: Keep, in_rows: bool) -> (usize, usize) {
     let before = ALLOCATOR.current_usage();
-    let layout = Layout::new(&Mesh::flat(world)).owned("dp").with_keep(keep);
+    let layout = Layout::new(&Mesh::flat(world)).with_keep(keep);
+    let layout = if in_rows { layout.rows("dp") } else { layout.owned("dp") };
     let mut model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device())).unwrap();
     let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
     let mut kept = 0;

@@ -28,7 +28,12 @@ pub struct Sharding {
     /// A rank has the part that it updates. For dist-muon and dist-adamw.
     #[arg(long, value_name = "AXIS", help_heading = "Ranks")]
     pub owned: Option<String>,
-    /// Weights that --owned keeps until the backward pass.
+    /// As --owned, with each matrix in equal rows.
+    ///
+    /// A rank has 1/N of every parameter, also of a single matrix.
+    #[arg(long, value_name = "AXIS", help_heading = "Ranks", conflicts_with = "owned")]
+    pub rows: Option<String>,
+    /// Weights that --owned and --rows keep until the backward pass.
     #[arg(long, value_enum, default_value_t = Keep::Nothing, help_heading = "Ranks")]
     pub keep: Keep,
     /// Sends gradients and parameters during the passes.
@@ -83,7 +88,7 @@ impl Sharding {
     /// Returns `true` if it needs an optimizer that sees the whole model.
     pub fn is_shared(&self) -> bool {
         let is_planned = self.balancing.is_some() || self.costs.is_some();
-        let is_divided = self.owned.is_some() || self.slices() > 1 || self.parts() > 1;
+        let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
         is_planned || is_divided || self.overlap
     }
 
@@ -149,7 +154,12 @@ impl Sharding {
     }
 
     fn gathers_again(&self) -> bool {
-        self.owned.is_some() && self.keep == Keep::Nothing
+        self.is_divided() && self.keep == Keep::Nothing
+    }
+
+    /// Returns `true` if the ranks divide parameters between steps.
+    fn is_divided(&self) -> bool {
+        self.owned.is_some() || self.rows.is_some()
     }
 
     /// The layout for an optimizer with these settings. All ranks make this call.
@@ -171,9 +181,10 @@ impl Sharding {
             _ => layout.with_place(Gpt::places_of_experts(EXPERT)),
         };
         let layout = if self.overlap { layout.overlap_backward() } else { layout };
-        Ok(match &self.owned {
-            Some(axis) => layout.owned(axis),
-            None => layout,
+        Ok(match (&self.owned, &self.rows) {
+            (Some(axis), _) => layout.owned(axis),
+            (None, Some(axis)) => layout.rows(axis),
+            (None, None) => layout,
         })
     }
 }

@@ -7,9 +7,9 @@ use crate::error::{Error, Result};
 use crate::parameters::{Found, Placement};
 
 /// Places the parameters whose path matches a regular expression, in the syntax of the crate
-/// `regex`, which may match any part of the path. The last rule of [`replicated`](Self::replicated)
-/// and [`owned`](Self::owned) that matches decides; all rules of [`shard`](Self::shard) and
-/// [`partial`](Self::partial) that match apply.
+/// `regex`, which may match any part of the path. The last rule of
+/// [`replicated`](Self::replicated), [`owned`](Self::owned) and [`rows`](Self::rows) that matches
+/// decides; all rules of [`shard`](Self::shard) and [`partial`](Self::partial) that match apply.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Place {
     pattern: String,
@@ -19,6 +19,7 @@ pub struct Place {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 enum Rule {
     Between(Placement),
+    Rows,
     Cut { axis: String, dimension: usize, parts: usize },
     Partial { axis: String },
 }
@@ -34,13 +35,19 @@ impl Place {
     }
 
     /// Divides parameters among the ranks along the axis of
-    /// [`Layout::owned`](super::Layout::owned), however small they are; not those that are cut
-    /// along that axis.
+    /// [`Layout::owned`](super::Layout::owned) or [`Layout::rows`](super::Layout::rows), however
+    /// small they are; not those that are cut along that axis. Matrices lie whole at their owners.
     ///
     /// Frozen parameters are divided if such a place names them, and only then: they are gathered
     /// at every use, and have no gradient that would be reduced.
     pub fn owned(pattern: impl Into<String>) -> Self {
         Self::new(pattern, Rule::Between(Placement::Owned))
+    }
+
+    /// [`owned`](Self::owned), with matrices in equal rows instead of whole at their owners, as
+    /// [`Layout::rows`](super::Layout::rows) stores them.
+    pub fn rows(pattern: impl Into<String>) -> Self {
+        Self::new(pattern, Rule::Rows)
     }
 
     /// Cuts parameters along a dimension into slices, one for each rank along an axis of the mesh.
@@ -92,15 +99,15 @@ impl Place {
         Self::new(pattern, Rule::Partial { axis: axis.into() })
     }
 
-    /// Returns `true` if it divides parameters among their owners.
+    /// Returns `true` if it divides parameters among ranks between steps.
     pub(super) fn divides(&self) -> bool {
-        self.rule == Rule::Between(Placement::Owned)
+        self.rule.between() == Some(Placement::Owned)
     }
 
     /// The name of the axis that it is about, other than the owners' axis.
     pub(super) fn axis(&self) -> Option<&str> {
         match &self.rule {
-            Rule::Between(_) => None,
+            Rule::Between(_) | Rule::Rows => None,
             Rule::Cut { axis, .. } | Rule::Partial { axis } => Some(axis),
         }
     }
@@ -108,6 +115,17 @@ impl Place {
     /// Returns `true` if it is about an axis of slices only.
     pub(super) fn is_partial(&self) -> bool {
         matches!(self.rule, Rule::Partial { .. })
+    }
+}
+
+impl Rule {
+    /// The place between steps.
+    fn between(&self) -> Option<Placement> {
+        match self {
+            Self::Between(placement) => Some(*placement),
+            Self::Rows => Some(Placement::Owned),
+            Self::Cut { .. } | Self::Partial { .. } => None,
+        }
     }
 }
 
@@ -124,7 +142,7 @@ impl<'a> Places<'a> {
                 reason: error.to_string(),
             })?;
             let (takes_frozen, expected) = match place.rule {
-                Rule::Cut { .. } | Rule::Between(Placement::Owned) => {
+                Rule::Cut { .. } | Rule::Rows | Rule::Between(Placement::Owned) => {
                     (true, "a parameter whose path matches")
                 }
                 Rule::Between(_) | Rule::Partial { .. } => {
@@ -148,17 +166,20 @@ impl<'a> Places<'a> {
 
     /// The placement by the last rule that matches.
     pub fn of(&self, path: &str) -> Option<Placement> {
-        self.matching(path).rev().find_map(|rule| match rule {
-            Rule::Between(placement) => Some(*placement),
-            Rule::Cut { .. } | Rule::Partial { .. } => None,
-        })
+        self.matching(path).rev().find_map(Rule::between)
+    }
+
+    /// `true` if that rule stores matrices in rows. `None` if no rule matches.
+    pub fn in_rows(&self, path: &str) -> Option<bool> {
+        let last = self.matching(path).rev().find(|rule| rule.between().is_some());
+        last.map(|rule| *rule == Rule::Rows)
     }
 
     /// The cuts by all rules that match, in their order: axis, dimension and parts.
     pub fn cuts<'b>(&'b self, path: &'b str) -> impl Iterator<Item = (&'a str, usize, usize)> + 'b {
         self.matching(path).filter_map(|rule| match rule {
             Rule::Cut { axis, dimension, parts } => Some((&**axis, *dimension, *parts)),
-            Rule::Between(_) | Rule::Partial { .. } => None,
+            Rule::Between(_) | Rule::Rows | Rule::Partial { .. } => None,
         })
     }
 
@@ -166,7 +187,7 @@ impl<'a> Places<'a> {
     pub fn partial<'b>(&'b self, path: &'b str) -> impl Iterator<Item = &'a str> + 'b {
         self.matching(path).filter_map(|rule| match rule {
             Rule::Partial { axis } => Some(&**axis),
-            Rule::Between(_) | Rule::Cut { .. } => None,
+            Rule::Between(_) | Rule::Rows | Rule::Cut { .. } => None,
         })
     }
 }

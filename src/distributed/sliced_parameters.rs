@@ -15,6 +15,8 @@ use crate::routing::{ParameterRole, ParameterRoute};
 #[derive(Clone, Default)]
 pub struct Cuts {
     slices: HashMap<String, Slice>,
+    /// The axes along which owned parameters are stored in rows, and their numbers of ranks.
+    rows: HashMap<String, (String, usize)>,
     factors: HashMap<String, f64>,
     /// The axes along which gradients are partial.
     partial: HashMap<String, Vec<String>>,
@@ -95,6 +97,28 @@ impl Cuts {
         self.slices.get(path)
     }
 
+    /// Stores a parameter in rows along an axis, and gathers its slice, or the whole, for a use.
+    pub fn store_in_rows(&mut self, path: &str, axis: &Axis) {
+        self.rows.insert(path.to_owned(), (axis.name().to_owned(), axis.size()));
+    }
+
+    /// Returns `true` if a parameter is stored in rows.
+    pub fn is_in_rows(&self, path: &str) -> bool {
+        self.rows.contains_key(path)
+    }
+
+    /// The slices of a parameter, or of a block of it, as ranks store them between steps, from
+    /// those that they use: its rows, if the parameter is stored in rows.
+    pub fn stored(&self, path: &str, used: Option<Slices>, shape: &[usize]) -> Option<Slices> {
+        match self.rows.get(path) {
+            Some((axis, ranks)) => {
+                let used = used.unwrap_or_else(|| Slices::new(shape, &[]));
+                Some(used.in_rows(axis, *ranks))
+            }
+            None => used,
+        }
+    }
+
     /// The factor on the mean of a parameter's gradients over the ranks that have the same slice.
     pub fn gradient_factor(&self, path: &str) -> f64 {
         self.factors.get(path).copied().unwrap_or(1.0)
@@ -111,10 +135,15 @@ impl Cuts {
         self.slices.is_empty() && self.factors.is_empty()
     }
 
-    /// The axes of all cuts, each combination once.
+    /// The axes of all cuts, each combination once, with and without the axis of rows.
     fn axes(&self) -> Vec<Vec<String>> {
-        let axes = self.slices.values().map(|slice| slice.slices.axes().to_vec());
-        axes.collect::<BTreeSet<_>>().into_iter().collect()
+        let of = |path: &str| self.slice(path).map_or(&[][..], |slice| slice.slices.axes());
+        let cut = self.slices.keys().map(|path| of(path).to_vec());
+        let rows = self
+            .rows
+            .iter()
+            .map(|(path, (axis, _))| [of(path), std::slice::from_ref(axis)].concat());
+        cut.chain(rows).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// Gives the parameters of a model that was cut the shapes of whole parameters.

@@ -24,6 +24,7 @@ pub struct ModelParameter {
     pub id: ParamId,
     /// The shape that this rank has: of the whole, or of its slice.
     pub shape: Vec<usize>,
+    /// The slice with which this rank computes, if the parameter is cut.
     pub slice: Option<Slice>,
     /// The factor on the mean of its gradients over the ranks that have the same slice.
     pub gradient_factor: f64,
@@ -156,7 +157,8 @@ pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Train
         {
             let (kind, work) = kind(routing, route, index, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
-            let (dtype, placement, slices) = (found.dtype, found.placement, slices.clone());
+            let (dtype, placement) = (found.dtype, found.placement);
+            let slices = cuts.stored(&found.path, slices.clone(), &shape);
             let settings = kind.settings();
             let planned = Parameter {
                 path: path.clone(),

@@ -296,6 +296,12 @@ impl Updates {
 }
 
 impl ParameterRoute {
+    /// Returns `true` if matrices or the whole parameter are updated by an owner, and not single
+    /// elements by any rank.
+    pub(crate) fn has_owners(&self) -> bool {
+        matches!(self.role, ParameterRole::Muon { .. }) || self.custom.is_some()
+    }
+
     /// The matrices of the parameter as blocks; one block for any other parameter.
     ///
     /// # Errors

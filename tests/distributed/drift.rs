@@ -169,10 +169,15 @@ type Of = fn(&World) -> Result<Layout>;
 fn checks_find_nothing_on_any_layout_and_change_no_result() {
     let layouts: &[(usize, Of)] = &[
         (2, |world| Ok(owned::layout(world))),
+        (3, |world| Ok(owned::layout(world).rows("dp"))),
         (2, |world| Ok(owned::layout(world).overlap_backward())),
         (3, |world| Ok(Layout::new(&Mesh::flat(world)).with_muon(owned::config().muon))),
         (4, |world| {
             Ok(owned::layout_on(&Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)])?))
+        }),
+        (4, |world| {
+            let mesh = Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+            Ok(owned::layout_on(&mesh).rows("gpu"))
         }),
     ];
     for (index, (count, layout)) in layouts.iter().enumerate() {

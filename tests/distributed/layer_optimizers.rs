@@ -54,18 +54,27 @@ fn on_one_device(muon: &MuonConfig, steps: u64) -> Vec<Vec<u8>> {
     net.weights()
 }
 
-/// A place of all parameters: on a mesh, whole or in slices, owned or replicated.
+/// A place of all parameters: on a mesh, whole or in slices, and divided between steps or not.
 #[derive(Clone)]
 struct Placed {
     cutting: Cutting,
-    owned: bool,
+    divided: Divided,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Divided {
+    Not,
+    Owned,
+    InRows,
 }
 
 impl Placed {
     fn layout(&self, layout: Layout) -> Layout {
-        match self.owned {
-            true => layout.owned("dp").with_small_elements(8).with_ahead_mb(0.002),
-            false => layout,
+        let layout = layout.with_small_elements(8).with_ahead_mb(0.002);
+        match self.divided {
+            Divided::Not => layout,
+            Divided::Owned => layout.owned("dp"),
+            Divided::InRows => layout.rows("dp"),
         }
     }
 }
@@ -83,11 +92,18 @@ fn places() -> Vec<Placed> {
     let mut places = vec![];
     for count in [1, 2, 4] {
         let whole = Cutting { axes: vec![Axis::data("dp", count)], cuts: vec![] };
-        places.extend([false, true].map(|owned| Placed { cutting: whole.clone(), owned }));
+        let divided = [Divided::Not, Divided::Owned, Divided::InRows];
+        places.extend(divided.map(|divided| Placed { cutting: whole.clone(), divided }));
     }
-    for (dp, tp, owned) in [(1, 2, false), (2, 2, false), (2, 2, true), (1, 4, false)] {
+    for (dp, tp, divided) in [
+        (1, 2, Divided::Not),
+        (2, 2, Divided::Not),
+        (2, 2, Divided::Owned),
+        (2, 2, Divided::InRows),
+        (1, 4, Divided::Not),
+    ] {
         let cutting = Cutting { axes: mesh(dp, tp), cuts: cuts.clone() };
-        places.push(Placed { cutting, owned });
+        places.push(Placed { cutting, divided });
     }
     places.retain(|placed| worlds::has(&placed.cutting.ranks()));
     places
@@ -133,9 +149,9 @@ fn soap_gives_the_bits_of_one_device_on_every_layout() {
         assert!(trained(count, 4, &soap()) == expected, "{count} ranks");
     }
     for placed in places() {
-        let (axes, owned) = (placed.cutting.name(), placed.owned);
+        let (axes, divided) = (placed.cutting.name(), placed.divided);
         let weights = advanced(&placed, &|layout| placed.layout(layout), 0..4, [None; 2]);
-        assert!(weights == expected, "{axes}, owned: {owned}");
+        assert!(weights == expected, "{axes}, {divided:?}");
     }
 }
 
@@ -182,13 +198,13 @@ fn states_of_soap_continue_in_a_new_process() {
     let owned = |layout: Layout| layout.owned("dp").with_small_elements(8);
     if let Some(folder) = env::var_os(FOLDER) {
         let folder = Path::new(&folder);
-        let placed = Placed { cutting: plain(4), owned: true };
+        let placed = Placed { cutting: plain(4), divided: Divided::Owned };
         let from = folder.join(saved);
         let bytes = advanced(&placed, &owned, 3..6, [Some(&from), None]).concat();
         return fs::write(folder.join(weights), bytes).expect("the folder exists");
     }
     let folder = Folder::create();
-    let placed = Placed { cutting: plain(2), owned: false };
+    let placed = Placed { cutting: plain(2), divided: Divided::Not };
     advanced(&placed, &|layout| layout, 0..3, [None, Some(&folder.path().join(saved))]);
     let program = env::args_os().next().expect("a program has a name");
     let name = format!("{}::states_of_soap_continue_in_a_new_process", worlds::name());

@@ -198,6 +198,8 @@ impl Slices<'_> {
 #[derive(Debug, Clone)]
 struct Division {
     is_owned: bool,
+    /// `true` if what is owned lies in rows.
+    in_rows: bool,
     overlaps: bool,
     on_nodes: bool,
     keep: Keep,
@@ -222,7 +224,11 @@ impl Division {
         let layout = Layout::new(&mesh).with_config(config.clone());
         let layout = layout.with_keep(self.keep).with_ahead_mb(self.ahead_mb);
         let layout = layout.with_small_elements(self.small_elements);
-        let layout = if self.is_owned { layout.owned(axis) } else { layout };
+        let layout = match (self.is_owned, self.in_rows) {
+            (true, true) => layout.rows(axis),
+            (true, false) => layout.owned(axis),
+            (false, _) => layout,
+        };
         let layout = if self.overlaps { layout.overlap_backward() } else { layout };
         let has = [true, trial.shape.has_head, trial.shape.kinds.contains(&3)];
         let patterns = ["^embedding", r"^head\.weight$", "matrices$"];
@@ -309,7 +315,7 @@ fn trials() -> impl Strategy<Value = Trial> {
     });
     let keep = prop_oneof![Just(Keep::Weights), Just(Keep::Nothing)];
     let ahead_mb = prop_oneof![Just(0.0), Just(0.0005), Just(64.0)];
-    let flags = any::<[bool; 4]>();
+    let flags = any::<[bool; 5]>();
     let small = prop_oneof![Just(0_usize), Just(16), Just(64), Just(4096)];
     let cut = |dimensions| proptest::option::weighted(0.7, 0..dimensions);
     let cuts = (cut(2_usize), cut(2), cut(3)).prop_map(<[_; 3]>::from);
@@ -317,9 +323,10 @@ fn trials() -> impl Strategy<Value = Trial> {
     let division = (flags, keep, ahead_mb, small, balancing, cuts);
     let division = division.prop_map(|division| {
         let (flags, keep, ahead_mb, small_elements, balancing, cuts) = division;
-        let [is_owned, overlaps, on_nodes, allows_unused] = flags;
+        let [is_owned, in_rows, overlaps, on_nodes, allows_unused] = flags;
         Division {
             is_owned,
+            in_rows,
             overlaps,
             on_nodes,
             keep,
@@ -629,9 +636,12 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
             continue;
         }
         let shape = Shape { kinds, uses, frozen: None, has_head: true, has_evaluated: false };
-        for keep in [Keep::Weights, Keep::Nothing] {
+        for (keep, in_rows) in
+            [(Keep::Weights, false), (Keep::Nothing, false), (Keep::Nothing, true)]
+        {
             let division = Division {
                 is_owned: true,
+                in_rows,
                 overlaps: true,
                 on_nodes: true,
                 keep,
@@ -651,7 +661,9 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 max_norm: None,
                 calls: calls.clone(),
             })
-            .unwrap_or_else(|error| panic!("{ranks} ranks, {calls:?}, {keep:?}: {error}"));
+            .unwrap_or_else(|error| {
+                panic!("{ranks} ranks, {calls:?}, {keep:?}, in rows: {in_rows}: {error}")
+            });
         }
     }
 }

@@ -33,12 +33,13 @@ impl Layout {
     /// On all ranks, if any rank has one of these errors:
     ///
     /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, or a
-    ///   [`Place::owned`](super::Place::owned) without an axis;
+    ///   [`Place::owned`](super::Place::owned) or [`Place::rows`](super::Place::rows) without an
+    ///   axis;
     /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
     ///   layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
-    ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard) and
-    ///   [`Place::owned`](super::Place::owned);
+    ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard),
+    ///   [`Place::owned`](super::Place::owned) and [`Place::rows`](super::Place::rows);
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
     ///   or models;
     /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and
@@ -147,7 +148,8 @@ impl Layout {
     /// Fails on all ranks if their layouts are not the same.
     fn same_settings(&self) -> Result<()> {
         self.world().same_config(&Settings {
-            owned: self.axis.as_deref(),
+            owned: self.axis.as_deref().filter(|_| !self.in_rows),
+            rows: self.axis.as_deref().filter(|_| self.in_rows),
             places: &self.places,
             muon: &self.config.muon,
             balancing: self.config.balancing,
@@ -286,6 +288,7 @@ impl parameters::Map for Joining<'_> {
 #[derive(Serialize)]
 struct Settings<'a> {
     owned: Option<&'a str>,
+    rows: Option<&'a str>,
     places: &'a [Place],
     muon: &'a MuonConfig,
     balancing: Balancing,

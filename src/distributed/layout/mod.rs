@@ -27,7 +27,7 @@ pub use table::LayoutTable;
 use super::config::DistMuonConfig;
 use super::mesh::{Axis, Grid, Mesh};
 use super::placement_rules::{Place, Places};
-use super::plan::{Bucket, Costs, Parameter, Slice, Work};
+use super::plan::{Bucket, Costs, Overlap, Parameter, Slice, Work};
 use super::sliced_parameters::{Cuts, SliceGroup, SliceGroups};
 use super::trainable::{self, ModelParameter, Trainable, TrainableParameter};
 use crate::comm::World;
@@ -38,7 +38,7 @@ use crate::parameters::{self, Found, Placement};
 use crate::routing::Routing;
 use choose_owners::Chosen;
 use identity::Identities;
-use pass_parameter::Position;
+use pass_parameter::{ParameterShards, Position};
 use passes::{Groups, Limits};
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
@@ -52,10 +52,11 @@ const SMALL_ELEMENTS: usize = 1024;
 /// The placement of a model's parameters on the ranks of a [`Mesh`].
 ///
 /// By default, every rank has all parameters. With [`owned`](Self::owned), a matrix lies whole at
-/// its owner between steps, and nowhere else; a table that AdamW updates lies in even rows. Every
-/// use of a parameter gathers it, and every backward pass reduces its gradient to the owner. A step
-/// sends small values, and what replicas and small parameters need. The model keeps its type, and
-/// its layers are not changed.
+/// its owner between steps, and nowhere else; a table that AdamW updates lies in even rows. With
+/// [`rows`](Self::rows), matrices lie in even rows as well. Every use of a parameter gathers it,
+/// and every backward pass reduces its gradient to the owner, or to rows. A step sends small
+/// values, what replicas and small parameters need, and rows to their owners. The model keeps its
+/// type, and its layers are not changed.
 ///
 /// With owned parameters, every forward pass is a collective call: all ranks make the same ones,
 /// also in evaluation.
@@ -96,6 +97,8 @@ pub struct Layout {
     /// The configuration of the optimizer, for its routing and its plan.
     config: DistMuonConfig,
     axis: Option<String>,
+    /// `true` if matrices are stored in rows along it.
+    in_rows: bool,
     places: Vec<Place>,
     keep: Keep,
     small_elements: usize,
@@ -162,6 +165,7 @@ impl Layout {
             mesh: mesh.clone(),
             config: DistMuonConfig::new(),
             axis: None,
+            in_rows: false,
             places: vec![],
             keep: Keep::Nothing,
             small_elements: SMALL_ELEMENTS,
@@ -175,9 +179,49 @@ impl Layout {
     }
 
     /// Divides parameters among the ranks along an axis of the mesh: those of two or more
-    /// dimensions that are not [small](Self::with_small_elements).
+    /// dimensions that are not [small](Self::with_small_elements). Each matrix lies whole at its
+    /// owner.
     pub fn owned(mut self, axis: impl Into<String>) -> Self {
-        self.axis = Some(axis.into());
+        (self.axis, self.in_rows) = (Some(axis.into()), false);
+        self
+    }
+
+    /// [`owned`](Self::owned), with matrices in equal rows along the axis instead of whole at their
+    /// owners: a rank holds `1 / N` of every parameter, also where a few matrices are most of a
+    /// model, or where there are fewer matrices than ranks. FSDP2's `Shard(0)` divides in this way.
+    ///
+    /// The rows of a stack are those of all its matrices, one after the other. Numbers of rows
+    /// differ by at most one, and a rank may have none. A step sends what
+    /// [`Place::shard`](Place::shard) sends: the owner of a matrix gets the rows of its gradient,
+    /// holds its momentum, and returns the rows of its update. Parameters that AdamW updates are
+    /// divided as by `owned`.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::Tensor;
+    /// use distmuon::distributed::Layout;
+    /// use distmuon::{DistMuonConfig, MuonConfig, RoutingRule, World};
+    ///
+    /// World::launch(3, |world| {
+    ///     let world = world.gradient_checkpointing();
+    ///     let layout = Layout::from(&world).rows("dp");
+    ///     let model = LinearConfig::new(64, 32).init(world.device());
+    ///     // The only layer, which would otherwise be taken for a head.
+    ///     let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    ///     let config = DistMuonConfig::new().with_muon(muon);
+    ///     let (mut model, mut optim) = config.start(&layout, model)?;
+    ///     let parts = layout.table(&model)?.parts("weight");
+    ///     assert_eq!(parts, Some(vec![21 * 32, 21 * 32, 22 * 32])); // of one matrix
+    ///     let loss = model.forward(Tensor::<2>::ones([4, 64], world.device())).square().mean();
+    ///     let grads = optim.backward(&loss, &model)?;
+    ///     model = optim.step(1e-3, model, grads)?;
+    ///     # let _ = model;
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn rows(mut self, axis: impl Into<String>) -> Self {
+        (self.axis, self.in_rows) = (Some(axis.into()), true);
         self
     }
 
@@ -608,13 +652,13 @@ impl Layout {
         match &self.axis {
             None if self.places.iter().any(Place::divides) => Err(Error::setting(
                 "places",
-                "`Place::owned` without an axis",
-                "an axis by `Layout::owned`",
+                "`Place::owned` or `Place::rows` without an axis",
+                "an axis by `Layout::owned` or `Layout::rows`",
             )),
             Some(axis) => match self.mesh.axis(axis) {
-                None => invalid("owned", axis, expected),
+                None => invalid(self.division_name(), axis, expected),
                 Some(found) if found.is_model() => invalid(
-                    "owned",
+                    self.division_name(),
                     axis,
                     "an axis of `Axis::data` (parameters are cut along others by `Place::shard`)",
                 ),
@@ -622,6 +666,11 @@ impl Layout {
             },
             None => Ok(()),
         }
+    }
+
+    /// The name of the method that sets the axis of divided parameters.
+    fn division_name(&self) -> &'static str {
+        if self.in_rows { "rows" } else { "owned" }
     }
 
     /// Fails for a layout whose ranks compute together, which a `Learner` does not know of.
@@ -707,9 +756,16 @@ impl Layout {
             .filter(|found| found.is_adapter)
             .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
             .collect();
-        let cuts = Cuts::of(&self.mesh, &found, routing.routes(), &places)?;
-        for found in &mut found {
+        let mut cuts = Cuts::of(&self.mesh, &found, routing.routes(), &places)?;
+        for (found, route) in found.iter_mut().zip(routing.routes()) {
             found.placement = self.placement(found, &places, &cuts);
+            if found.placement.is_owned()
+                && route.has_owners()
+                && places.in_rows(&found.path).unwrap_or(self.in_rows)
+            {
+                let axis = self.axis.as_ref().and_then(|axis| self.mesh.axis(axis));
+                cuts.store_in_rows(&found.path, axis.expect("an owned parameter has an axis"));
+            }
             let is_divided =
                 found.placement.reduces_in_backward() || cuts.slice(&found.path).is_some();
             if is_divided && adapted.contains(&found.path) {
@@ -769,14 +825,37 @@ impl Layout {
                     (parameter, vec![rows], vec![vec![]])
                 }
             };
-            let axes = blocks[0].cut_axes();
+            let axes = parameter.slice.as_ref().map_or(&[][..], |slice| slice.slices.axes());
             let grid = self.grid(axes);
             let bucket = Bucket::of_one(&blocks, &owners, self.world().size());
-            let bucket = bucket.of_slice(&blocks, &grid.ranks, grid.slice);
+            let shards = self.shards(&bucket, &blocks, &grid);
             let positions = (&*self.positions(axes, &grid), grid.replica);
-            all.push(Arc::new(PassParameter::new(all.len(), &parameter, bucket, positions)));
+            all.push(Arc::new(PassParameter::new(all.len(), &parameter, shards, positions)));
         }
         all
+    }
+
+    /// The shards of a parameter that the ranks of a column of the grid share.
+    fn shards(&self, bucket: &Bucket, blocks: &[Parameter], grid: &Grid) -> ParameterShards {
+        // By the slices that are stored, which are rows of those in the grid, or the same.
+        let stored = self.grid(blocks[0].cut_axes());
+        let mut of_slices: BTreeMap<usize, Bucket> = BTreeMap::new();
+        let shard = |ranks: &Vec<usize>| {
+            let [replica, slice] = stored.positions[ranks[grid.slice]];
+            let held = of_slices
+                .entry(slice)
+                .or_insert_with(|| bucket.of_slice(blocks, &stored.ranks, slice));
+            let in_use = |Overlap { parameter: block, elements, padding }| {
+                let slices = blocks[block].slices.as_ref();
+                let first = slices.map_or(0, |slices| slices.before_in_use(slice));
+                let elements = first + elements.start..first + elements.end;
+                Overlap { parameter: block, elements, padding }
+            };
+            held.overlaps(held.shard_range(replica)).map(in_use).collect()
+        };
+        let in_use = grid.ranks.iter().map(shard).collect();
+        let runs = of_slices[&stored.slice].runs(stored.replica);
+        ParameterShards { in_use, runs }
     }
 
     /// The ranks by their slices of parameters that are cut along some axes.

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::form::Form;
 use crate::blocks::Blocks;
 use crate::comm::received;
-use crate::distributed::plan::{Bucket, Counts, Overlap, Run};
+use crate::distributed::plan::{Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::Error;
 use crate::parameters::Placement;
@@ -86,29 +86,40 @@ pub struct BlockPart {
     pub values: Tensor<1>,
 }
 
+/// The shards of a parameter, or of a slice, that ranks share.
+pub struct ParameterShards {
+    /// The shard of every rank: elements of blocks in its order, with zeros behind them.
+    pub in_use: Vec<Vec<Overlap>>,
+    /// The shard of this rank. Its elements are counted as a step has them: in the rows of a block
+    /// that the rank stores, or in the block that is used.
+    pub runs: Vec<Run>,
+}
+
 impl ParameterDivision {
-    fn new(bucket: Bucket, positions: &[Position], position: Position) -> Self {
+    fn new(shards: ParameterShards, positions: &[Position], position: Position) -> Self {
+        let ParameterShards { in_use, runs } = shards;
+        let extent = |held: &Overlap| held.elements.len() + held.padding;
+        let counts: Counts = in_use.iter().map(|shard| shard.iter().map(extent).sum()).collect();
         let mut order = positions.to_vec();
         order.sort_by_key(|position| (position.part, position.shard));
         let (mut pieces, mut in_parts) = (vec![], 0);
         let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
         for position in &order {
-            let range = bucket.shard_range(position.replica);
-            let mut in_shards = range.start;
-            part_counts[position.part] += range.len();
-            for Overlap { parameter: block, elements, padding } in bucket.overlaps(range) {
-                let extent = elements.len() + padding;
+            let mut in_shards = counts.before(position.replica);
+            part_counts[position.part] += counts.of(position.replica);
+            for held in &in_use[position.replica] {
+                let Overlap { parameter: block, elements, padding } = held.clone();
                 pieces.push(Piece { block, elements, padding, in_parts, in_shards });
-                in_parts += extent;
-                in_shards += extent;
+                in_parts += extent(held);
+                in_shards += extent(held);
             }
         }
         let shards = order.iter().filter(|other| other.part == position.part);
-        let shard_counts = shards.map(|shard| bucket.counts.of(shard.replica)).collect();
+        let shard_counts = shards.map(|shard| counts.of(shard.replica)).collect();
         Self {
             position,
-            runs: bucket.runs(position.replica),
-            counts: bucket.counts,
+            runs,
+            counts,
             part_counts: part_counts.into_iter().collect(),
             shard_counts,
             pieces,
@@ -122,28 +133,28 @@ impl PassParameter {
         error.in_action(&format!("{action} `{}`", self.path))
     }
 
-    /// `positions` has the position of every rank of the group, `rank` is this rank's number in it;
-    /// `bucket` is the parameter's alone, as this rank has it.
+    /// `positions` has the position of every rank of the group, `rank` is this rank's number in it.
     pub fn new(
         index: usize,
         parameter: &ModelParameter,
-        bucket: Bucket,
+        shards: ParameterShards,
         (positions, rank): (&[Position], usize),
     ) -> Self {
         let slices = parameter.slice.as_ref().map(|slice| &slice.slices);
+        let division = ParameterDivision::new(shards, positions, positions[rank]);
         Self {
             index,
             path: parameter.path.clone(),
             shape: parameter.shape.clone(),
             dtype: parameter.dtype,
-            placement: bucket.placement,
+            placement: parameter.placement,
             is_trained: !parameter.trainable.is_empty(),
             blocks: parameter.held.clone(),
             axes: slices.map_or(vec![], |slices| slices.axes().to_vec()),
-            most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
+            most_elements: parameter.slice.as_ref().map_or(division.counts.iter().sum(), |slice| {
                 slice.counts().into_iter().max().unwrap_or_default()
             }),
-            division: ParameterDivision::new(bucket, positions, positions[rank]),
+            division,
             form: Form::default(),
         }
     }
@@ -220,10 +231,12 @@ impl PassParameter {
             let mut pieces: Vec<_> =
                 self.division.pieces.iter().filter(|p| p.block == block).collect();
             pieces.sort_by_key(|piece| piece.elements.start);
-            let values = pieces.into_iter().map(|piece| {
-                let start = first(piece);
-                slices::slice(buffer, start..start + piece.elements.len())
-            });
+            let end = |piece: &Piece| first(piece) + piece.elements.len();
+            // Pieces that follow each other in the buffer as well are one slice, so that a
+            // parameter in rows is not copied.
+            let runs = pieces.chunk_by(|a, b| end(a) == first(b));
+            let values =
+                runs.map(|run| slices::slice(buffer, first(run[0])..end(run[run.len() - 1])));
             slices::concat(values.collect(), buffer.dtype(), &buffer.device())
         };
         self.blocks.join((0..self.blocks.count()).map(block).collect())
@@ -241,10 +254,15 @@ impl PassParameter {
         pieces: impl IntoIterator<Item = &'a Piece>,
     ) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
-        let blocks = self.blocks.cut(whole);
+        let (blocks, pieces) = (self.blocks.cut(whole), pieces.into_iter().collect::<Vec<_>>());
+        // Neighbours in the whole, such as rows, are one slice.
+        let follows = |a: &&Piece, b: &&Piece| {
+            a.padding == 0 && a.block == b.block && a.elements.end == b.elements.start
+        };
         let mut values = vec![];
-        for Piece { block, elements, padding, .. } in pieces {
-            values.push(slices::slice(&blocks[*block], elements.clone()));
+        for run in pieces.chunk_by(follows) {
+            let (first, Piece { elements, padding, .. }) = (run[0], run[run.len() - 1]);
+            values.push(slices::slice(&blocks[first.block], first.elements.start..elements.end));
             values.extend((*padding > 0).then(|| slices::zeros(*padding, dtype, &device)));
         }
         slices::concat(values, dtype, &device)

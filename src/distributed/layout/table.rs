@@ -25,6 +25,8 @@ struct LayoutRow {
     cut: Option<(Vec<usize>, Vec<String>)>,
     /// Elements of every part, if it is divided.
     counts: Option<Counts>,
+    /// `true` if the parts are rows.
+    in_rows: bool,
 }
 
 impl LayoutTable {
@@ -40,7 +42,8 @@ impl LayoutTable {
             let slice = cuts.slice(&found.path);
             let (path, shape) = (found.path.clone(), found.shape.clone());
             let cut = slice.map(|slice| (slice.shape(), slice.slices.axes().to_vec()));
-            LayoutRow { path, shape, cut, counts }
+            let in_rows = cuts.is_in_rows(&path);
+            LayoutRow { path, shape, cut, counts, in_rows }
         };
         Self { rows: found.iter().map(row).collect() }
     }
@@ -69,10 +72,11 @@ impl LayoutRow {
         let Some(counts) = &self.counts else { return "replicated".to_owned() };
         let filled = counts.iter().enumerate().filter(|(_, count)| *count > 0);
         let ranks: Vec<String> = filled.map(|(rank, _)| rank.to_string()).collect();
+        let parts = if self.in_rows { "in rows" } else { "in parts" };
         match &ranks[..] {
             [rank] => format!("whole at {rank}"),
-            ranks if ranks.len() == counts.ranks() => "in parts at all".to_owned(),
-            ranks => format!("in parts at {}", ranks.join(", ")),
+            ranks if ranks.len() == counts.ranks() => format!("{parts} at all"),
+            ranks => format!("{parts} at {}", ranks.join(", ")),
         }
     }
 }

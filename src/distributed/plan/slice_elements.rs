@@ -34,6 +34,8 @@ pub struct Slices {
     axes: Vec<String>,
     shape: Vec<usize>,
     slices: Vec<Ranges>,
+    /// The number of slices that are gathered for a use: 1 unless they are [rows](Self::in_rows).
+    gathered: usize,
 }
 
 impl Slices {
@@ -65,7 +67,31 @@ impl Slices {
             slices = slices.into_iter().flat_map(cut_again).collect();
         }
         let axes = cuts.iter().map(|cut| cut.axis.clone()).collect();
-        Self { axes, shape: shape.to_vec(), slices }
+        Self { axes, shape: shape.to_vec(), slices, gathered: 1 }
+    }
+
+    /// Returns every slice in equal rows along a further axis, which are gathered for a use of the
+    /// slice: rows of the matrices of a stack one after the other, or elements of a vector. The
+    /// rows of neighbouring ranks follow each other in the slice, and may differ by one row.
+    ///
+    /// The whole then has two dimensions, all of its rows and their elements.
+    pub fn in_rows(&self, axis: &str, ranks: usize) -> Self {
+        let (leading, row) = match self.shape.len() {
+            0 | 1 => (self.shape.len(), 1),
+            dimensions => (dimensions - 1, self.shape[dimensions - 1]),
+        };
+        let of_slice = |ranges: &Ranges| {
+            let all = merged(&ranges[..leading], &self.shape[..leading]);
+            let of_row = ranges.get(leading).cloned().unwrap_or_else(|| single(0..1));
+            let of_rank = move |rank| {
+                vec![select(&all, slices::share(extent(&all), rank, ranks)), of_row.clone()]
+            };
+            (0..ranks).map(of_rank)
+        };
+        let slices = self.slices.iter().flat_map(of_slice).collect();
+        let axes = [&self.axes[..], &[axis.to_owned()]].concat();
+        let shape = vec![self.shape[..leading].iter().product(), row];
+        Self { axes, shape, slices, gathered: ranks }
     }
 
     /// Returns the slices of the elements in a range of a dimension, as a parameter of its own.
@@ -79,14 +105,14 @@ impl Slices {
             ranges
         };
         let slices = self.slices.iter().map(of_range).collect();
-        Self { axes: self.axes.clone(), shape, slices }
+        Self { axes: self.axes.clone(), shape, slices, ..*self }
     }
 
     /// Returns the same slices of a parameter with a first dimension of one element.
     pub fn unsqueezed(&self) -> Self {
         let slices = self.slices.iter().map(|ranges| [&[single(0..1)], &ranges[..]].concat());
         let (axes, slices) = (self.axes.clone(), slices.collect());
-        Self { axes, shape: [&[1], &self.shape[..]].concat(), slices }
+        Self { axes, shape: [&[1], &self.shape[..]].concat(), slices, ..*self }
     }
 
     /// Returns the names of the axes along which the parameter is cut, the outermost first.
@@ -97,6 +123,18 @@ impl Slices {
     /// Returns the number of slices.
     pub fn count(&self) -> usize {
         self.slices.len()
+    }
+
+    /// Returns the number of slices with which ranks compute: those that are left after rows were
+    /// gathered.
+    pub fn used(&self) -> usize {
+        self.slices.len() / self.gathered
+    }
+
+    /// Returns the number of elements that come before a slice in what is gathered for a use.
+    pub fn before_in_use(&self, slice: usize) -> usize {
+        let elements = |slice| self.shape(slice).iter().product::<usize>();
+        (slice - slice % self.gathered..slice).map(elements).sum()
     }
 
     /// Returns the ranges of the whole that a slice has along a dimension, in ascending order.
@@ -239,6 +277,26 @@ fn single(range: Range<usize>) -> Vec<Range<usize>> {
 
 fn extent(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(Range::len).sum()
+}
+
+/// The elements of a box along all of its dimensions, as ranges of the whole in ascending order.
+fn merged(ranges: &[Vec<Range<usize>>], shape: &[usize]) -> Vec<Range<usize>> {
+    let mut outer = single(0..1);
+    for (ranges, extent) in ranges.iter().zip(shape) {
+        let mut all: Vec<Range<usize>> = vec![];
+        for first in outer.into_iter().flatten().map(|index| index * extent) {
+            for range in ranges {
+                let range = first + range.start..first + range.end;
+                match all.last_mut().filter(|last| last.end == range.start) {
+                    // Whole rows follow each other, so that a stack is one range.
+                    Some(last) => last.end = range.end,
+                    None => all.push(range),
+                }
+            }
+        }
+        outer = all;
+    }
+    outer
 }
 
 /// The elements at some positions in ranges that follow each other.
@@ -392,17 +450,20 @@ mod tests {
     }
 
     prop_compose! {
-        /// Slices of any shape, whose dimensions are multiples of the parts of the first cut.
+        /// Slices of any shape, whose dimensions are multiples of the parts of the first cut; in
+        /// rows or not.
         fn any_slices()(
             shape in prop::collection::vec(1..4usize, 1..4),
             fused in 1..4usize,
             cuts in prop::collection::vec((0..3usize, 1..5usize), 0..4),
+            rows in prop::option::of(1..5usize),
         ) -> Slices {
             let shape: Vec<usize> = shape.into_iter().map(|extent| extent * fused).collect();
             let cuts = cuts.into_iter().enumerate().map(|(index, (dimension, ranks))| {
                 cut(dimension % shape.len(), if index == 0 { fused } else { 1 }, ranks)
             });
-            Slices::new(&shape, &cuts.collect::<Vec<_>>())
+            let slices = Slices::new(&shape, &cuts.collect::<Vec<_>>());
+            rows.map_or(slices.clone(), |ranks| slices.in_rows("", ranks))
         }
     }
 
@@ -449,6 +510,36 @@ mod tests {
         let values = slices.of_range(1, 6..12);
         assert_eq!(along(&values, 1), [single(0..3), single(3..6)]);
         assert_eq!(values.shape(1), [4, 3]);
+    }
+
+    #[test]
+    fn rows_of_a_slice_follow_each_other_in_it() {
+        // Two experts along one axis, columns along another, and three ranks that store rows.
+        let used = Slices::new(&[2, 4, 6], &[cut(0, 1, 2), cut(2, 1, 2)]);
+        let rows = used.in_rows("dp", 3);
+        assert_eq!((rows.count(), rows.used(), rows.whole()), (12, 4, &[8, 6][..]));
+        let all: Vec<f32> = (0..48).map(|index| index as f32).collect();
+        let whole = Tensor::<1>::from_data(TensorData::from(&*all), &Device::default());
+        for slice in 0..used.count() {
+            let expected = floats(&used.cut(&whole, &(0..48), slice));
+            let own: Vec<_> = (3 * slice..3 * slice + 3)
+                .map(|row| (rows.before_in_use(row), floats(&rows.cut(&whole, &(0..48), row))))
+                .collect();
+            assert_eq!(own.iter().map(|(first, _)| *first).collect::<Vec<_>>(), [0, 3, 6]);
+            assert_eq!(own.into_iter().flat_map(|(_, rows)| rows).collect::<Vec<_>>(), expected);
+        }
+    }
+
+    #[test]
+    fn rows_are_those_of_all_matrices_of_a_stack_and_may_be_uneven_or_none() {
+        let rows = |shape: &[usize], ranks| {
+            let rows = Slices::new(shape, &[]).in_rows("dp", ranks);
+            (0..ranks).map(|rank| rows.shape(rank)).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(&[2, 3, 5], 4), [[1, 5], [2, 5], [1, 5], [2, 5]]);
+        assert_eq!(rows(&[3, 7], 2), [[1, 7], [2, 7]]);
+        assert_eq!(rows(&[1, 7], 2), [[0, 7], [1, 7]]);
+        assert_eq!(rows(&[5], 2), [[2, 1], [3, 1]]);
     }
 
     #[test]

@@ -347,8 +347,13 @@ fn cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones() {
             };
             layout.with_keep(keep).with_small_elements(8).with_ahead_mb(0.002)
         };
-        let layouts: [&(dyn Fn(Layout) -> Layout + Sync); 3] = [
+        let in_rows = |layout: Layout| match data {
+            Some(axis) => layout.rows(axis),
+            None => layout,
+        };
+        let layouts: [&(dyn Fn(Layout) -> Layout + Sync); 4] = [
             &|layout| owned(layout, Keep::Nothing),
+            &|layout| in_rows(owned(layout, Keep::Nothing)),
             &|layout| owned(layout, Keep::Weights).overlap_backward(),
             &|layout| layout.overlap_backward().with_small_elements(8),
         ];
@@ -507,15 +512,18 @@ fn checkpoints_of_cut_parameters_continue_on_other_meshes() {
     let cases = [Some(plain(1)), find(2, 0), find(4, 1), find(4, 2), find(8, 1), Some(plain(2))];
     let cases: Vec<Cutting> =
         cases.into_iter().flatten().filter(|case| worlds::has(&case.ranks())).collect();
-    // With `passes`, the backward pass reduces the gradients.
+    // With `passes`, the backward pass reduces the gradients, and what ranks of data share lies in
+    // rows.
     let steps =
         |case: &Cutting, range: std::ops::Range<u64>, files: [Option<&str>; 2], passes: bool| {
             let [from, to] = files.map(|file| file.map(|file| folder.path().join(file)));
             let nets = ranks(case.ranks(), |world| {
                 let layout = case.layout(&world)?.with_muon(config.muon.clone());
-                let layout = match passes {
-                    true => layout.overlap_backward().with_small_elements(8),
-                    false => layout,
+                let data = case.axes.iter().find(|axis| !axis.is_model());
+                let layout = match (passes, data) {
+                    (true, Some(axis)) => layout.rows(axis.name()).with_small_elements(8),
+                    (true, None) => layout.overlap_backward().with_small_elements(8),
+                    (false, _) => layout,
                 };
                 let whole = Net::new(world.device());
                 let mut net = layout.shard(whole.clone())?;
@@ -543,7 +551,7 @@ fn checkpoints_of_cut_parameters_continue_on_other_meshes() {
     let expected = trained(1, 5, &config);
     for (index, case) in cases.iter().enumerate() {
         let file = format!("{index}.bpk");
-        steps(case, 0..2, [None, Some(&file)], false);
+        steps(case, 0..2, [None, Some(&file)], index % 2 == 1);
         for (turn, other) in cases.iter().enumerate() {
             let trained = steps(other, 2..5, [Some(&file), None], (index + turn) % 2 == 0);
             assert!(trained == expected, "{} into {}", case.name(), other.name());

@@ -66,6 +66,10 @@ fn owned(layout: Layout) -> Layout {
     layout.owned("dp")
 }
 
+fn in_rows(layout: Layout) -> Layout {
+    layout.rows("dp")
+}
+
 fn reduced(layout: Layout) -> Layout {
     layout.overlap_backward()
 }
@@ -80,7 +84,7 @@ fn alone(steps: usize) -> Vec<Vec<u8>> {
 
 pub fn every_balancing_of_divided_parameters_trains_as_one_rank() {
     let expected = alone(3);
-    let lays: [fn(Layout) -> Layout; 2] = [owned, reduced];
+    let lays: [fn(Layout) -> Layout; 3] = [owned, in_rows, reduced];
     for (config, lay) in planners().iter().flat_map(|config| lays.map(|lay| (config, lay))) {
         for count in [1, 2, 4] {
             let run = ranks(count, |world| advanced(&world, (config, lay), 0..3, [None, None]));

@@ -4,6 +4,7 @@ mod adapters;
 mod balancing;
 mod identities;
 pub mod rejections;
+mod rows;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
@@ -44,6 +45,8 @@ pub const EVERYWHERE: &[Case] = cases![
     adapters_of_a_divided_base_train_as_on_one_rank,
     checkpoints_with_a_divided_base_continue_on_other_ranks,
     every_balancing_of_divided_parameters_trains_as_one_rank,
+    parameters_in_rows_train_as_replicated_ones,
+    every_part_of_the_update_is_exact_for_rows,
 ];
 
 use adapters::{
@@ -79,6 +82,12 @@ use rejections::{
     ranks_of_other_groups_are_told_of_a_difference,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
 };
+use rows::{
+    a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
+    averages_of_rows_are_those_of_whole_parameters, every_part_of_the_update_is_exact_for_rows,
+    parameters_in_rows_train_as_replicated_ones, rows_may_be_uneven_or_none,
+    rows_that_do_not_fit_are_rejected,
+};
 
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
@@ -109,6 +118,10 @@ pub const IN_PROCESS: &[Case] = cases![
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
     a_table_of_owners_that_are_chosen_together_waits_for_the_division,
     a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,
+    a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
+    rows_may_be_uneven_or_none,
+    averages_of_rows_are_those_of_whole_parameters,
+    rows_that_do_not_fit_are_rejected,
 ];
 
 const WIDTH: usize = 16;
@@ -326,12 +339,14 @@ fn owned_parameters_train_as_replicated_ones() {
 fn micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced() {
     let config = config();
     let expected = ranks(2, |world| train_replicated(&world, &config, 4, 3, DType::F32)).unwrap();
-    for keep in [Keep::Weights, Keep::Nothing] {
+    for (keep, in_rows) in [(Keep::Weights, false), (Keep::Nothing, false), (Keep::Nothing, true)] {
         let runs = ranks(2, |world| {
             let world = with_checkpoints(&world);
-            train_on(&world, &layout(&world).with_keep(keep), &config, 4, 3, DType::F32)
+            let layout = layout(&world).with_keep(keep);
+            let layout = if in_rows { layout.rows("dp") } else { layout };
+            train_on(&world, &layout, &config, 4, 3, DType::F32)
         });
-        assert_equal(&expected, &runs.unwrap(), &format!("{keep:?}"));
+        assert_equal(&expected, &runs.unwrap(), &format!("{keep:?}, in rows: {in_rows}"));
     }
 }
 
@@ -350,15 +365,18 @@ fn owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones(
         for micro_batches in [1, 2] {
             let expected =
                 ranks(2, |world| train_replicated(&world, &config, 5, micro_batches, dtype));
-            let runs = ranks(2, |world| {
-                let world = with_checkpoints(&world);
-                let layout = layout(&world).with_muon(config.muon.clone());
-                train_on(&world, &layout, &config, 5, micro_batches, dtype)
-            });
-            let what = format!("{dtype:?}, {micro_batches} micro-batches, {config}");
             let expected = expected.unwrap();
             assert!(expected[0].1 != weights(&Net::of(dtype, &device())), "it trains");
-            assert_equal(&expected, &runs.unwrap(), &what);
+            for in_rows in [false, true] {
+                let runs = ranks(2, |world| {
+                    let world = with_checkpoints(&world);
+                    let layout = layout(&world).with_muon(config.muon.clone());
+                    let layout = if in_rows { layout.rows("dp") } else { layout };
+                    train_on(&world, &layout, &config, 5, micro_batches, dtype)
+                });
+                let what = format!("{dtype:?}, {micro_batches} micro-batches, {config}");
+                assert_equal(&expected, &runs.unwrap(), &format!("{what}, in rows: {in_rows}"));
+            }
         }
     }
 }
@@ -405,14 +423,16 @@ fn parameters_owned_inside_nodes_train_as_replicated_ones() {
         let expected =
             ranks(count, |world| train_replicated(&world, &config, 5, 1, DType::F32)).unwrap();
         for publish in [Publish::Now, Publish::AtFirstUse] {
-            for ahead_mb in [0.0, 0.004, 64.0] {
+            for (ahead_mb, axis) in
+                [(0.0, "gpu"), (0.004, "gpu"), (64.0, "gpu"), (0.0, "gpu rows"), (64.0, "gpu rows")]
+            {
                 let config = config.clone().with_publish(publish);
                 let runs = ranks(count, |world| {
                     let world = with_checkpoints(&world);
-                    let layout = layout_by(&world, Some("gpu"))?.with_ahead_mb(ahead_mb);
+                    let layout = layout_by(&world, Some(axis))?.with_ahead_mb(ahead_mb);
                     train_on(&world, &layout, &config, 5, 1, DType::F32)
                 });
-                let what = format!("{count} ranks, {publish:?}, {ahead_mb}");
+                let what = format!("{count} ranks, {publish:?}, {ahead_mb}, {axis}");
                 assert_equal(&expected, &runs.unwrap(), &what);
             }
         }
@@ -472,7 +492,9 @@ fn sums_of_parts_are_those_of_whole_gradients() {
         return;
     }
     let expected = train(None, false);
-    for (axis, overlaps) in [(None, true), (Some("dp"), false), (Some("gpu"), true)] {
+    for (axis, overlaps) in
+        [(None, true), (Some("dp"), false), (Some("gpu"), true), (Some("dp rows"), false)]
+    {
         assert_equal(&expected, &train(axis, overlaps), &format!("{axis:?}, {overlaps}"));
     }
 }
@@ -615,9 +637,18 @@ fn an_evaluation_gathers_ahead_in_its_own_order() {
     }
 }
 
-/// The ways in which ranks have a model: their number, and the axis along which it is divided.
-const LAYOUTS: [(usize, Option<&str>); 6] =
-    [(1, None), (4, None), (1, Some("dp")), (3, Some("dp")), (4, Some("dp")), (4, Some("gpu"))];
+/// The ways in which ranks have a model: their number, and the axis along which it is divided, in
+/// rows or whole at owners.
+const LAYOUTS: [(usize, Option<&str>); 8] = [
+    (1, None),
+    (4, None),
+    (1, Some("dp")),
+    (3, Some("dp")),
+    (4, Some("dp")),
+    (4, Some("gpu")),
+    (2, Some("dp rows")),
+    (4, Some("gpu rows")),
+];
 
 /// The layout of one of [`LAYOUTS`].
 fn layout_by(world: &World, axis: Option<&str>) -> Result<Layout> {
@@ -625,6 +656,8 @@ fn layout_by(world: &World, axis: Option<&str>) -> Result<Layout> {
     Ok(match axis {
         None => layout(&Mesh::flat(world)),
         Some("dp") => layout(&Mesh::flat(world)).owned("dp"),
+        Some("dp rows") => layout(&Mesh::flat(world)).rows("dp"),
+        Some("gpu rows") => layout(&nodes(world)?).rows("gpu"),
         Some(axis) => layout(&nodes(world)?).owned(axis),
     })
 }

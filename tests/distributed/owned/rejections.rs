@@ -23,7 +23,7 @@ use super::{layers, layout, ones, output, with_checkpoints};
 use crate::{DEADLINE, ranks_here};
 
 /// The errors of both ranks of a world.
-fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
+pub fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
     let errors = ranks_here(2, |world| {
         let world = with_checkpoints(&world);
         Ok(run(&world).err().expect("the call is rejected"))
@@ -31,7 +31,7 @@ fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
     errors.unwrap()
 }
 
-fn assert_says(errors: &[Error], words: &[&str]) {
+pub fn assert_says(errors: &[Error], words: &[&str]) {
     for error in errors {
         let text = error.to_string();
         assert!(words.iter().all(|word| text.contains(word)), "{text} without {words:?}");

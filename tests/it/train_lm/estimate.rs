@@ -13,9 +13,14 @@ fn bytes(table: &str, kind: &str) -> usize {
 #[test]
 fn an_estimate_is_what_a_run_reports() {
     let folder = folder();
-    for (ranks, options) in
-        [(1, ""), (2, ""), (4, " --owned dp"), (2, " --overlap"), (2, " --dtype bf16")]
-    {
+    for (ranks, options) in [
+        (1, ""),
+        (2, ""),
+        (4, " --owned dp"),
+        (4, " --rows dp"),
+        (2, " --overlap"),
+        (2, " --dtype bf16"),
+    ] {
         let estimate = format!("--estimate ranks={ranks} --optimizer dist-muon{options}");
         let estimate = succeed(folder.path(), &estimate);
         let run =
@@ -76,6 +81,8 @@ fn estimates_of_what_no_run_can_do_are_rejected() {
             "`nodes` is invalid: expected a divisor of the number of ranks, got 3 for 8 ranks",
         ),
         ("--estimate ranks=8 --owned gpu", "axis `gpu` of a mesh with `dp`"),
+        ("--estimate ranks=8 --rows gpu", "`rows` is invalid"),
+        ("--estimate ranks=8 --rows dp --owned dp", "cannot be used with"),
         ("--estimate ranks=8 --mesh dp=4", "`mesh` is invalid"),
         ("--estimate ranks=3 --mesh tp=3", "heads of attention can't be divided among 3"),
         ("--estimate ranks=2 --optimizer muon", "trains on one rank"),

@@ -253,6 +253,7 @@ fn divided_models_print_the_losses_of_replicated_ones() {
         for more in [
             "--owned dp",
             "--owned dp --keep weights",
+            "--rows dp",
             "--overlap",
             "--mesh node=2,gpu=RANKS --owned gpu --overlap",
         ] {
@@ -269,7 +270,8 @@ fn divided_models_print_the_losses_of_replicated_ones() {
     };
     resumed("alone", "--ranks 1");
     let expected = resumed("resumed", "--ranks 2");
-    for (name, layout) in [("owned", "--owned dp"), ("overlap", "--overlap")] {
+    for (name, layout) in [("owned", "--owned dp"), ("rows", "--rows dp"), ("overlap", "--overlap")]
+    {
         assert_eq!(resumed(name, &format!("--ranks 2 {layout}")), expected, "{layout}");
     }
 }
@@ -294,7 +296,11 @@ fn slices_of_layers_train_as_whole_ones() {
     for (more, count) in [("--steps 20", 20 + 2), ("--steps 5 --qk-clip 1", 5 + 1)] {
         let expected = losses("whole", &format!("--ranks 1 {more}"));
         assert!(expected.len() >= count, "{expected:?}");
-        for mesh in ["--ranks 2 --mesh tp=2", "--mesh dp=2,tp=2 --owned dp --overlap"] {
+        for mesh in [
+            "--ranks 2 --mesh tp=2",
+            "--mesh dp=2,tp=2 --owned dp --overlap",
+            "--mesh dp=2,tp=2 --rows dp",
+        ] {
             let sliced = losses("sliced", &format!("{mesh} {more}"));
             for (sliced, expected) in sliced.iter().zip(&expected) {
                 let error = (sliced - expected).abs();

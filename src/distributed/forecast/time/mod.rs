@@ -42,11 +42,11 @@ pub struct Timeline {
 /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
 /// other messages of the passes are of single parameters.
 ///
-/// Parameters that are cut have messages of slices. In the step, gradients are
-/// assembled after the reduction, and directions are distributed before new values are
-/// gathered. Of parameters in half precision or updated element by element, values are
-/// assembled and distributed. So they are for updates that need whole values, which a plan does
-/// not know.
+/// Parameters that are cut have messages of slices, except that rows are gathered and reduced like
+/// whole owned parameters. In the step, gradients are assembled after the reduction, and directions
+/// are distributed before new values are gathered. Of parameters in half precision or updated
+/// element by element, values are assembled and distributed. So they are for updates that need
+/// whole values, which a plan does not know.
 ///
 /// A rank computes one parameter, or one bucket of the step, after the other.
 ///
@@ -60,7 +60,7 @@ pub fn timeline(plan: &Plan, costs: &Costs, machine: &Machine, passes: &PassTime
     Timeline { total, compute: passes.seconds + step.compute(), communication: wires.sent }
 }
 
-/// The number of slices of a parameter.
+/// The number of slices of a parameter with which ranks compute.
 fn slices(plan: &Plan, parameter: usize) -> usize {
-    plan.parameters()[parameter].slices.as_ref().map_or(1, Slices::count)
+    plan.parameters()[parameter].slices.as_ref().map_or(1, Slices::used)
 }

@@ -101,7 +101,8 @@ impl<'a> Step<'a> {
             0 => Message::default(),
             elements => {
                 let bytes = (bytes * elements) as f64 / self.plan.world_size() as f64;
-                self.machine.among_slices(bytes, slices(self.plan, bucket.parameters[0]))
+                let slices = self.plan.parameters()[bucket.parameters[0]].slices.as_ref();
+                self.machine.among_slices(bytes, slices.map_or(1, Slices::count))
             }
         }
     }

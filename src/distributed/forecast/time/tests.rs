@@ -155,6 +155,14 @@ fn the_timeline_of_slices_equals_a_calculation_by_hand() {
     let passes = PassTimes::default();
     let total = timeline(&half, &costs, &machine(64.0, 0.0, 1.0), &passes).total;
     assert_eq!(total, (6.0 + 2.0) * 16.0 / 64.0 + 4.0 + flags(2.0));
+
+    // Rows are gathered for both passes and reduced, as a whole matrix is: half of 256 bytes. The
+    // step assembles and distributes half of a matrix.
+    let slices = Some(Slices::new(&[1, 8, 8], &[]).in_rows("dp", 2));
+    let rows = [Parameter { slices, placement: Placement::Owned, ..a.clone() }];
+    let rows = plan(&rows, 2, Balancing::Greedy, &costs);
+    let total = timeline(&rows, &costs, &machine(64.0, 0.0, 1.0), &STEP).total;
+    assert_eq!(total, 3.0 * 2.0 + 1.0 + 4.0 + 1.0 + flags(2.0));
 }
 
 /// A simulation of passes layer by layer, each with the bytes of one message. It is independent of
