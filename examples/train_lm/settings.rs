@@ -10,7 +10,9 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Arg, Args, Command, ValueEnum};
 use distmuon::comm::World;
-use distmuon::{Dial, MasterWeights, MuonConfig, Recipe, StateDtype, checkpoint};
+use distmuon::{
+    Dial, MasterWeights, MuonConfig, NewtonSchulzConfig, Recipe, StateDtype, checkpoint,
+};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
@@ -74,6 +76,12 @@ pub struct Settings {
     /// The name list prints them, with their versions, dates and sources.
     #[arg(long, value_name = "NAME", value_parser = RecipeName, help_heading = "Optimizer")]
     pub recipe: Option<Recipe>,
+    /// Settings of muon's iteration, as JSON, in place of the recipe's.
+    ///
+    /// As in {"steps": 6, "normalization": "Schatten4"}: the fields of NewtonSchulzConfig.
+    #[arg(long, value_name = "JSON", value_parser = iteration, help_heading = "Optimizer")]
+    #[serde(default)]
+    pub iteration: Option<Map<String, Value>>,
     /// Type of the parameters.
     ///
     /// f16 is trained with loss scaling, by dist-muon or dist-adamw.
@@ -221,6 +229,13 @@ impl Settings {
             (Some(dial), _) => dial.muon(self.steps),
             (None, Some(recipe)) => MuonConfig::preset(recipe, self.steps),
             (None, None) => MuonConfig::new(),
+        };
+        let muon = match &self.iteration {
+            Some(changes) => {
+                let iteration = changed(&muon.newton_schulz, changes)?;
+                muon.with_newton_schulz(iteration)
+            }
+            None => muon,
         };
         let muon = muon.with_state_dtype(self.states.dtype());
         Ok(muon.with_master_weights(self.master_weights()))
@@ -425,7 +440,31 @@ impl Settings {
     }
 }
 
-/// Parses the name of a recipe.
+/// Parses changes of the iteration's settings.
+fn iteration(text: &str) -> Result<Map<String, Value>> {
+    let changes = serde_json::from_str(text)?;
+    changed(&NewtonSchulzConfig::new(), &changes)?;
+    Ok(changes)
+}
+
+/// The settings of an iteration with some fields changed.
+fn changed(
+    iteration: &NewtonSchulzConfig,
+    changes: &Map<String, Value>,
+) -> Result<NewtonSchulzConfig> {
+    let Value::Object(mut fields) = serde_json::to_value(iteration)? else {
+        bail!("the settings of an iteration are no JSON object");
+    };
+    for (name, value) in changes {
+        let names: Vec<_> = fields.keys().cloned().collect();
+        let field = fields.get_mut(name).with_context(|| {
+            format!("the iteration has no setting {name}; give one of {}", names.join(", "))
+        })?;
+        *field = value.clone();
+    }
+    Ok(serde_json::from_value(Value::Object(fields))?)
+}
+
 /// The parser of a recipe's name. Another name, `list`, prints all recipes.
 #[derive(Clone)]
 struct RecipeName;

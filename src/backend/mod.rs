@@ -39,5 +39,5 @@ pub(crate) use ops::{
 pub(crate) use portable::lion;
 pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;
-pub(crate) use program::{Buffers, Program, Step, Value};
+pub(crate) use program::{AOL_SIZE, Buffers, Program, Rescaling, Step, Value};
 pub(crate) use step::{apply, reshaped, update_momentum};

@@ -298,14 +298,21 @@ impl Step {
                 }
             }
             Self::Scaled { beta, .. } => portable::scaled::<B>(next(), beta),
-            Self::Unit { .. } => {
-                let r = next();
-                let norm = portable::gram_norm::<B>(r.clone());
-                portable::over::<B>(r, norm)
+            Self::Rescaled { by, .. } => {
+                let (x, by) = (next(), portable::divisors::<B>(next(), by));
+                portable::over::<B>(
+                    x,
+                    match side {
+                        Side::Left => by,
+                        Side::Right => B::float_swap_dims(by, 1, 2),
+                    },
+                )
             }
-            Self::OverRoot { .. } => {
-                let x = next();
-                portable::over::<B>(x, B::float_sqrt(portable::gram_norm::<B>(next())))
+            Self::RescaledSquare { by, .. } => {
+                let r = next();
+                let by = portable::divisors::<B>(r.clone(), by);
+                let of_columns = B::float_swap_dims(by.clone(), 1, 2);
+                portable::over::<B>(r, B::float_mul(by, of_columns))
             }
             Self::PlusIdentity { .. } => match products {
                 Portable => portable::plus_identity::<B>(next()),

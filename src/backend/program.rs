@@ -21,6 +21,21 @@ impl Side {
     }
 }
 
+/// The Frobenius norm of matrices that [`Rescaling::Aol`] rescales, unless they are small. It keeps
+/// the squares of small rows away from the least numbers of float16, and `X X^T` below its largest.
+pub(crate) const AOL_SIZE: f64 = 128.0;
+
+/// A diagonal matrix `D`, computed from `R = X X^T`, such that no singular value of `D X` is above
+/// 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rescaling {
+    /// `|R|^(-1/2)` (Frobenius) on the whole diagonal: a number.
+    Schatten4,
+    /// `(sum_j |R_ij|)^(-1/2)` for row `i`, "almost orthogonal layers": theorem 1 of Prach and
+    /// Lampert (<https://arxiv.org/abs/2208.03160>). The input has a norm of at most [`AOL_SIZE`].
+    Aol,
+}
+
 /// A batch of matrices in a program: its input, or the result of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Value(usize);
@@ -35,10 +50,10 @@ pub(crate) enum Step {
     Symmetric { a: Value, b: Value, c: Value, alpha: f64, beta: f64 },
     /// `beta Z`.
     Scaled { z: Value, beta: f64 },
-    /// `R / |R|`, by the Frobenius norm of every matrix.
-    Unit { r: Value },
-    /// `X / |R|^(1/2)`.
-    OverRoot { x: Value, r: Value },
+    /// `D X`.
+    Rescaled { x: Value, r: Value, by: Rescaling },
+    /// `D R D`, which is `X X^T` of the rescaled `X`.
+    RescaledSquare { r: Value, by: Rescaling },
     /// `Z + I`.
     PlusIdentity { z: Value },
     /// The matrix `Q` of the Gram form from `R`, in one kernel.
@@ -55,13 +70,13 @@ impl Step {
         // Not a vector: on a CPU, its allocation takes as long as a product of small matrices.
         let operands = match *self {
             Self::Symmetric { a, b, c, .. } => [Some(a), Some(b), Some(c)],
-            Self::OverRoot { x, r } => [Some(x), Some(r), None],
+            Self::Rescaled { x, r, .. } => [Some(x), Some(r), None],
             Self::Apply { q, x } => [Some(q), Some(x), None],
             Self::ApplyAndAdd { z, x, .. } => [Some(z), Some(x), None],
             Self::Square { x: z }
             | Self::Scaled { z, .. }
             | Self::PlusIdentity { z }
-            | Self::Unit { r: z }
+            | Self::RescaledSquare { r: z, .. }
             | Self::AccumulateQ { r: z, .. } => [Some(z), None, None],
         };
         operands.into_iter().flatten()
@@ -69,7 +84,7 @@ impl Step {
 
     /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
     pub fn is_wide(&self) -> bool {
-        matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. } | Self::OverRoot { .. })
+        matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. } | Self::Rescaled { .. })
     }
 }
 

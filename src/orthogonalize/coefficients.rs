@@ -130,10 +130,11 @@ pub enum Coefficients {
         safety: f64,
     },
     /// Four steps of <https://github.com/microsoft/dion>. They were tuned for matrices whose rows
-    /// are rescaled first (AOL), which this crate does not do: singular values below 1e-2 of the
-    /// Frobenius norm stay small. `aol` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>,
-    /// from Turbo-Muon (Boissin et al., <https://arxiv.org/abs/2512.04632>), has other numbers and
-    /// is left out: it gives singular values above 0.88 of the Frobenius norm the wrong sign.
+    /// are rescaled first, as with [`Normalization::Aol`](super::Normalization::Aol). After the
+    /// division by the Frobenius norm, the default, singular values below 1e-2 stay small. `aol` of
+    /// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, from Turbo-Muon (Boissin et al.,
+    /// <https://arxiv.org/abs/2512.04632>), has other numbers and is left out: it gives singular
+    /// values above 0.88 the wrong sign.
     Aol,
     /// Five cubic steps, `cubic5` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, whose
     /// outputs may differ from 1 by 0.3. A cubic polynomial needs no square of `X X^T`, which only

@@ -76,8 +76,9 @@ pub enum IterationForm {
     Gram,
 }
 
-/// The norm by which a matrix is divided before the iteration. Its singular values are then at most
-/// 1, and the larger they are, the closer five steps bring them to 1.
+/// The norm by which a matrix is divided before the iteration, or those by which its rows are. The
+/// singular values are then at most 1, and the larger they are, the closer five steps bring them to
+/// 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Normalization {
@@ -87,6 +88,23 @@ pub enum Normalization {
     /// (Frobenius), as in <https://github.com/google-deepmind/optax/pull/1602>. It needs no further
     /// product, since the iteration begins with `X X^T`; native kernels do not have it.
     Schatten4,
+    /// A number for each row, `(sum_j |X X^T|_ij)^(1/2)` ("almost orthogonal layers", Prach and
+    /// Lampert, <https://arxiv.org/abs/2208.03160>), or for each column of a matrix with more rows
+    /// than columns, from `X^T X`. Turbo-Muon (Boissin et al., <https://arxiv.org/abs/2512.04632>)
+    /// and <https://github.com/microsoft/dion> begin with it.
+    ///
+    /// The singular values become larger than with any norm, mostly. But the singular vectors
+    /// change as well: the result approaches the polar factor of the rescaled matrix, in which all
+    /// rows have about the same weight. `docs/results/precision.md` has its distance from the polar
+    /// factor of the matrix itself. It needs no further product either, and native kernels do not
+    /// have it.
+    ///
+    /// Of a square matrix, [`MuonConfig`](crate::MuonConfig) rescales the outputs in either layout,
+    /// and [`NewtonSchulz::orthogonalize`](super::NewtonSchulz::orthogonalize) the rows.
+    ///
+    /// Rows of zeros stay zero. In float16, rows of an `m` by `n` matrix whose norms are less than
+    /// about `2^-19 m^(1/2)` times its own stay smaller; in other types, all rows are rescaled.
+    Aol,
 }
 
 /// Configuration of [`NewtonSchulz`](super::NewtonSchulz).
@@ -117,8 +135,9 @@ pub struct NewtonSchulzConfig {
     /// after 1350 steps.
     #[config(default = 1e-30)]
     pub epsilon: f64,
-    /// The norm by which a matrix is divided. `epsilon` is compared with its Frobenius norm in any
-    /// case.
+    /// The norm, or the norms of rows, by which a matrix is divided. `epsilon` is compared with its
+    /// Frobenius norm in any case; with [`Normalization::Aol`], a matrix of `m` rows has to be
+    /// smaller by `(2m)^(1/2)` to be certain to give a smaller result.
     #[config(default = "Normalization::Frobenius")]
     pub normalization: Normalization,
     /// The precision of the iteration.

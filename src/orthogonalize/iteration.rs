@@ -9,8 +9,8 @@ use super::iteration_plan::{IterationPlan, Planner};
 use super::{gram, restarts, standard};
 use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
-    Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program, Step,
-    precise_dtype,
+    AOL_SIZE, Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
+    Rescaling, Step, precise_dtype,
 };
 use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
@@ -94,6 +94,11 @@ impl NewtonSchulz {
     /// Returns the number of shapes that have a recording, for [`NewtonSchulzConfig::graphs`].
     pub fn recorded(&self) -> usize {
         self.recordings.as_ref().map_or(0, |recordings| recordings.count())
+    }
+
+    /// Returns `true` if the rows of a matrix are divided by different numbers.
+    pub(crate) fn rescales_rows(&self) -> bool {
+        self.normalization == Normalization::Aol
     }
 
     /// Fails for a type that a device does not support.
@@ -209,17 +214,28 @@ impl NewtonSchulz {
         let device = batch.device();
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
-        let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
+        let over_norm =
+            |dtype| norm_path.normalize(batch.cast(precise), norms, self.epsilon, dtype);
+        let x = match self.normalization {
+            // Before it is rounded: float16 has few digits of small numbers.
+            Normalization::Aol => over_norm(precise).mul_scalar(AOL_SIZE).cast(plan.dtype),
+            Normalization::Frobenius | Normalization::Schatten4 => over_norm(plan.dtype),
+        };
         plan.path.iterate(x, self.program(plan), plan.native.may_run())
     }
 
     /// The products of the iteration by a plan.
     fn program(&self, plan: &IterationPlan) -> Program {
         let (mut program, mut x, mut r) = (Program::default(), Program::INPUT, None);
-        if self.normalization == Normalization::Schatten4 {
+        let rescaling = match self.normalization {
+            Normalization::Frobenius => None,
+            Normalization::Schatten4 => Some(Rescaling::Schatten4),
+            Normalization::Aol => Some(Rescaling::Aol),
+        };
+        if let Some(by) = rescaling {
             let square = program.push(Step::Square { x });
-            x = program.push(Step::OverRoot { x, r: square });
-            r = Some(program.push(Step::Unit { r: square }));
+            x = program.push(Step::Rescaled { x, r: square, by });
+            r = Some(program.push(Step::RescaledSquare { r: square, by }));
         }
         let IterationPlan { restarts, single_kernel, .. } = plan;
         match plan.form {
@@ -239,7 +255,7 @@ impl NewtonSchulz {
             return NativeKernels::Refused("one kernel computes all steps".to_owned());
         }
         if self.normalization != Normalization::Frobenius {
-            let refusal = format!("they have no {:?} norms", self.normalization);
+            let refusal = format!("they have no {:?} normalization", self.normalization);
             return NativeKernels::Refused(refusal);
         }
         plan.path.native_kernels(device, plan.dtype, shape)

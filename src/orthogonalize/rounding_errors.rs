@@ -72,12 +72,23 @@ impl Spectrum {
     }
 
     /// The spectrum after the division by a norm.
+    ///
+    /// [`Normalization::Aol`] divides by one number too if the singular vectors are random, since
+    /// all rows of `R = X X^T` then have nearly the same sum. Their diagonal elements have the mean
+    /// `1 / m`, and the squares of the others have the sum of all `s^4`, less `1 / m`. The mean
+    /// magnitude of normal numbers is `(2 / pi)^(1/2)` times their root mean square.
     pub fn over(&self, normalization: Normalization) -> Self {
+        let fourth = |(count, value): (&f64, &f64)| count * value.powi(4);
+        let fourths = self.counts.iter().zip(&self.values).map(fourth).sum::<f64>();
         let norm = match normalization {
             Normalization::Frobenius => return self.clone(),
-            Normalization::Schatten4 => {
-                let fourth = |(count, value): (&f64, &f64)| count * value.powi(4);
-                self.counts.iter().zip(&self.values).map(fourth).sum::<f64>().powf(0.25)
+            Normalization::Schatten4 => fourths.powf(0.25),
+            Normalization::Aol => {
+                let rows = self.counts.iter().sum::<f64>();
+                let others = (fourths - rows.recip()).max(0.0) * (1.0 - rows.recip());
+                let sum = rows.recip() + (std::f64::consts::FRAC_2_PI * others).sqrt();
+                // No rescaling leaves a larger singular value than 1.
+                sum.sqrt().max(self.values[0])
             }
         };
         let values = self.values.iter().map(|value| value / norm).collect();

@@ -24,6 +24,7 @@ use crate::backend::{
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
+use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::{IterationPlan, NewtonSchulz};
 use crate::slices::{self, concat};
 
@@ -487,11 +488,26 @@ impl MuonUpdate {
         known.update_norm = self
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
-        let (direction, plan) = self.newton_schulz.direction(update, norms);
+        let (direction, plan) = self.orthogonalized(update, norms, batch.matrices);
         if let Some(plan) = plan {
             self.count_iteration(inputs, &plan, &direction.device());
         }
         self.finished(started, direction, state, known, observed)
+    }
+
+    /// The iteration. Where it rescales the rows of square matrices, these have to be the outputs.
+    fn orthogonalized(
+        &self,
+        update: Tensor<3>,
+        norms: Option<PartialNorms>,
+        Matrices { shape: [m, n], layout }: Matrices,
+    ) -> (Tensor<3>, Option<IterationPlan>) {
+        let outputs_are_columns = m == n && layout == MatrixLayout::InOut;
+        if !outputs_are_columns || !self.newton_schulz.rescales_rows() {
+            return self.newton_schulz.direction(update, norms);
+        }
+        let (direction, plan) = self.newton_schulz.direction(update.swap_dims(1, 2), norms);
+        (direction.swap_dims(1, 2), plan)
     }
 
     /// Counts an iteration that was carried out.

@@ -8,8 +8,8 @@ use distmuon::parts::{
     RelativeUpdate, Renormalization, RowEquilibration,
 };
 use distmuon::{
-    AdamWConfig, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, RoutingRule,
-    Schedule, WeightDecay,
+    AdamWConfig, Coefficients, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
+    NewtonSchulzConfig, Normalization, RoutingRule, Schedule, WeightDecay,
 };
 
 use crate::models::{Fixed, gradients};
@@ -95,6 +95,13 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
                 .with_rule(RoutingRule::muon(r"weights\.4").split([2, 4]).of_inputs())
                 .with_rule(RoutingRule::elementwise("table", table).lr_factor(0.5))
                 .with_rule(RoutingRule::elementwise("bias", LionConfig::new()))
+        }),
+        ("rescaled rows", {
+            let iteration = NewtonSchulzConfig::new().with_coefficients(Coefficients::Aol);
+            let iteration = iteration.with_normalization(Normalization::Aol);
+            MuonConfig::new()
+                .with_newton_schulz(iteration)
+                .with_parts(vec![AdaMuon::new(0.9).into()])
         }),
         ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
     ]

@@ -58,6 +58,26 @@ pub fn newton_schulz_schatten(matrix: &Mat<f64>, schedule: &[[f64; 3]]) -> Mat<f
     apply(matrix, |s| polynomial(schedule, s / norm))
 }
 
+/// Returns a matrix with rows divided by the root of the sum of the magnitudes in a row of `X X^T`,
+/// or with columns divided likewise if it has more rows than columns. Rows of zeros stay zero.
+pub fn almost_orthogonal(matrix: &Mat<f64>) -> Mat<f64> {
+    if matrix.nrows() > matrix.ncols() {
+        return almost_orthogonal(&matrix.transpose().to_owned()).transpose().to_owned();
+    }
+    let gram = matrix * matrix.transpose();
+    let divisor = |i: usize| gram.row(i).norm_l1().sqrt();
+    Mat::from_fn(matrix.nrows(), matrix.ncols(), |i, j| match divisor(i) {
+        0.0 => 0.0,
+        divisor => matrix[(i, j)] / divisor,
+    })
+}
+
+/// Returns the result of Newton-Schulz in exact arithmetic for a matrix that is rescaled by
+/// [`almost_orthogonal`].
+pub fn newton_schulz_aol(matrix: &Mat<f64>, schedule: &[[f64; 3]]) -> Mat<f64> {
+    apply(&almost_orthogonal(matrix), |s| polynomial(schedule, s))
+}
+
 /// Returns results of Newton-Schulz in the standard form, whose products have factors rounded to
 /// TF32 and are exact otherwise: one for the matrix, and others for reflections of it, reflected
 /// back. A reflection changes every rounding, but not the exact result.

@@ -3,7 +3,7 @@
 use distmuon::parts::{AdaMuon, Hyperball, Namo, NorMuon, RadialBrake, RelativeUpdate};
 use distmuon::{
     Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
-    NewtonSchulzConfig, Part, RoutingRule, Schedule, WeightDecay,
+    NewtonSchulzConfig, Normalization, Part, RoutingRule, Schedule, WeightDecay,
 };
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,8 @@ pub struct MuonSettings {
     pub ns_steps: usize,
     pub epsilon: f64,
     pub iteration_dtype: IterationName,
+    #[serde(default)]
+    pub normalization: NormalizationName,
     pub momentum_form: FormName,
     pub momentum: f64,
     pub nesterov: bool,
@@ -96,6 +98,15 @@ pub enum IterationName {
     F32,
     F16,
     Bf16,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NormalizationName {
+    #[default]
+    Frobenius,
+    Schatten4,
+    Aol,
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -202,6 +213,7 @@ impl MuonSettings {
             .with_coefficients(self.coefficients.set())
             .with_steps(Some(self.ns_steps))
             .with_epsilon(self.epsilon)
+            .with_normalization(self.normalization.normalization())
             .with_dtype(self.iteration_dtype.dtype());
         let (scale, factor) = self.scale.scale();
         let second_moment = self.second_moment.map(SecondMoment::part);
@@ -301,6 +313,16 @@ impl SecondMoment {
             }
             SecondMomentName::AdaMuon => AdaMuon::new(beta2).with_epsilon(epsilon).into(),
             SecondMomentName::Namo => Namo::new(beta2).with_epsilon(epsilon).into(),
+        }
+    }
+}
+
+impl NormalizationName {
+    fn normalization(self) -> Normalization {
+        match self {
+            Self::Frobenius => Normalization::Frobenius,
+            Self::Schatten4 => Normalization::Schatten4,
+            Self::Aol => Normalization::Aol,
         }
     }
 }

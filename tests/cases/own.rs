@@ -4,12 +4,16 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use distmuon_testing::references::{newton_schulz, random};
+use distmuon_testing::references::{
+    newton_schulz, newton_schulz_aol, newton_schulz_schatten, random,
+};
 use faer::Mat;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use super::muon::{Brake, FormName, MuonSettings, Ratio, ScaleName, ViewName, WeightDecayName};
+use super::muon::{
+    Brake, FormName, MuonSettings, NormalizationName, Ratio, ScaleName, ViewName, WeightDecayName,
+};
 use super::{Case, Header, Outcome};
 
 /// Steps of a case.
@@ -80,6 +84,22 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
             0.05,
             json!({"relative_update": {"least": 1.0, "most": 1.0}, "view": "batch"}),
         ),
+        (
+            "own-aol-rows",
+            vec![20, 44],
+            0.02,
+            json!({"coefficients": "aol", "ns_steps": 4, "normalization": "aol"}),
+        ),
+        (
+            "own-aol-columns",
+            vec![2, 36, 20],
+            0.02,
+            json!({
+                "coefficients": "polar_express/1.05", "normalization": "aol", "view": "batch",
+            }),
+        ),
+        ("own-aol-square", vec![24, 24], 0.02, json!({"normalization": "aol"})),
+        ("own-schatten", vec![24, 40], 0.02, json!({"normalization": "schatten4"})),
     ]
 }
 
@@ -220,7 +240,13 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
             };
             for (k, update) in update.chunks(rows * columns).enumerate() {
                 let matrix = Mat::from_fn(rows, columns, |i, j| update[i * columns + j]);
-                let orthogonal = newton_schulz(&matrix, &schedule, settings.epsilon);
+                let orthogonal = match settings.normalization {
+                    NormalizationName::Frobenius => {
+                        newton_schulz(&matrix, &schedule, settings.epsilon)
+                    }
+                    NormalizationName::Schatten4 => newton_schulz_schatten(&matrix, &schedule),
+                    NormalizationName::Aol => newton_schulz_aol(&matrix, &schedule),
+                };
                 let update = faer::Scale(settings.lr_factor * scale) * orthogonal;
                 let matrix = &mut parameter[k * rows * columns..][..rows * columns];
                 let old = Mat::from_fn(rows, columns, |i, j| matrix[i * columns + j]);

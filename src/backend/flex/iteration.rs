@@ -12,7 +12,8 @@ use faer::{Accum, MatRef};
 use rayon::prelude::*;
 
 use super::products::{Factors, PIECE, product, symmetric_product};
-use crate::backend::program::{Buffers, Program, Side, Step};
+use crate::backend::portable;
+use crate::backend::program::{Buffers, Program, Rescaling, Side, Step};
 
 /// Memory of the matrices that are iterated side by side, in bytes: what stays in the cache of a
 /// processor between the products.
@@ -155,13 +156,16 @@ impl Iteration<'_> {
                 symmetric_product(factors, result, self.side_by_side);
             }
             Step::Scaled { beta, .. } => set(result, &operands[0], |z| z * beta as f32),
-            Step::Unit { .. } => {
-                let norm = gram_norm(&operands[0], square);
-                set(result, &operands[0], |r| r / norm as f32);
+            Step::Rescaled { by, .. } => {
+                let by = divisors(&operands[1], square, by, self.dtype);
+                divide(result, &operands[0], n, |i, j| match side {
+                    Side::Left => by[i],
+                    Side::Right => by[j],
+                });
             }
-            Step::OverRoot { .. } => {
-                let root = gram_norm(&operands[1], square).sqrt();
-                set(result, &operands[0], |x| x / root as f32);
+            Step::RescaledSquare { by, .. } => {
+                let by = divisors(&operands[0], square, by, self.dtype);
+                divide(result, &operands[0], square, |i, j| by[i] * by[j]);
             }
             Step::PlusIdentity { .. } => {
                 result.copy_from_slice(&operands[0]);
@@ -206,9 +210,29 @@ fn set(result: &mut [f32], from: &[f32], value: impl Fn(f32) -> f32) {
     result.iter_mut().zip(from).for_each(|(result, x)| *result = value(*x));
 }
 
-/// The Frobenius norm of a Gram matrix of a matrix of norm 1, as
-/// [`portable::gram_norm`](crate::backend::portable::gram_norm) has it.
-fn gram_norm(r: &[f32], m: usize) -> f64 {
-    let squares = r.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
-    squares.sqrt().max(0.5 / (m as f64).sqrt())
+/// Divides the element in row `i` and column `j` of a matrix by `by(i, j)`.
+fn divide(result: &mut [f32], from: &[f32], columns: usize, by: impl Fn(usize, usize) -> f64) {
+    let rows = result.chunks_exact_mut(columns).zip(from.chunks_exact(columns));
+    for (i, (result, from)) in rows.enumerate() {
+        let elements = result.iter_mut().zip(from).enumerate();
+        elements.for_each(|(j, (result, x))| *result = x / by(i, j) as f32);
+    }
+}
+
+/// The numbers by which the `m` rows of a matrix are divided, from its Gram matrix in a type, as
+/// [`portable::divisors`] has them.
+fn divisors(r: &[f32], m: usize, by: Rescaling, dtype: DType) -> Vec<f64> {
+    match by {
+        Rescaling::Schatten4 => {
+            let squares = r.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+            vec![squares.sqrt().max(portable::least_gram_norm(m)).sqrt(); m]
+        }
+        Rescaling::Aol => {
+            let sum = |row: &[f32]| row.iter().map(|x| f64::from(x.abs())).sum::<f64>();
+            let sums: Vec<f64> = r.chunks_exact(m).map(sum).collect();
+            let size = (portable::SIZE_OF_SUM * sums.iter().sum::<f64>()).min(1.0);
+            let least = portable::least_row_sum(m, dtype);
+            sums.into_iter().map(|sum| ((sum + least) / size).sqrt()).collect()
+        }
+    }
 }

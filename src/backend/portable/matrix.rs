@@ -4,6 +4,7 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings, tensor::FloatT
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Slice, Tensor};
 
 use crate::backend::precise_dtype;
+use crate::backend::program::{AOL_SIZE, Rescaling};
 
 /// Smallest number of rows, and smallest inner dimension, of a product that is split into block
 /// rows: below, joining the blocks costs more than the saved half. Measured on Flex; see
@@ -63,19 +64,51 @@ pub fn scaled<B: Backend>(z: FloatTensor<B>, beta: f64) -> FloatTensor<B> {
     B::float_cast(scaled, dtype)
 }
 
-/// The Frobenius norm of every `R = X X^T`, in float32 at least, `[k, 1, 1]`.
-///
-/// It is at least `1 / sqrt(m)` for an `X` whose Frobenius norm is 1. Half of that is the least
-/// that is returned, for an `X` that is smaller, and stays so.
-pub fn gram_norm<B: Backend>(r: FloatTensor<B>) -> FloatTensor<B> {
-    let [_, m, _] = r.shape().dims();
-    let r = B::float_cast(r.clone(), precise(r.dtype()));
-    let squares = B::float_mul(r.clone(), r);
-    let norm = B::float_sqrt(B::float_sum_dim(B::float_sum_dim(squares, 2), 1));
-    B::float_clamp_min(norm, (0.5 / (m as f64).sqrt()).into())
+/// The numbers by which the rows of `X` are divided, in float32 at least, from `R = X X^T`: one for
+/// every row, `[k, m, 1]`, or one for all, `[k, 1, 1]`. An `X` below the full size stays below it.
+pub fn divisors<B: Backend>(r: FloatTensor<B>, by: Rescaling) -> FloatTensor<B> {
+    let ([_, m, _], dtype) = (r.shape().dims(), r.dtype());
+    let r = B::float_cast(r, precise(dtype));
+    match by {
+        Rescaling::Schatten4 => {
+            let squares = B::float_mul(r.clone(), r);
+            let norm = B::float_sqrt(B::float_sum_dim(B::float_sum_dim(squares, 2), 1));
+            B::float_sqrt(B::float_clamp_min(norm, least_gram_norm(m).into()))
+        }
+        Rescaling::Aol => {
+            let sums = B::float_sum_dim(B::float_abs(r), 2);
+            let total = B::float_sum_dim(sums.clone(), 1);
+            let size = B::float_mul_scalar(total, SIZE_OF_SUM.into());
+            let size = B::float_clamp_max(size, 1.0.into());
+            let sums = B::float_add_scalar(sums, least_row_sum(m, dtype).into());
+            B::float_sqrt(B::float_div(sums, size))
+        }
+    }
 }
 
-/// Matrices divided by a number each, `[k, 1, 1]`, and rounded once.
+/// The least norm of an `R = X X^T` of `m` rows that is divided by. It is `1 / sqrt(m)` at least
+/// for an `X` whose Frobenius norm is 1, and half of that is taken for a smaller one.
+pub fn least_gram_norm(m: usize) -> f64 {
+    0.5 / (m as f64).sqrt()
+}
+
+/// Multiplied by the sum of the magnitudes of `R = X X^T`, it is the size of `X`, up to 1. That
+/// sum is at least the square of the norm of `X`: a half of it still counts as an `X` of full size.
+pub const SIZE_OF_SUM: f64 = 2.0 / (AOL_SIZE * AOL_SIZE);
+
+/// The addend of a sum over a row of `R`, with which rows of zeros stay zero, and numbers that are
+/// too small for the type can't make a sum too small: half of the least number is lost at most for
+/// each of `m` elements, and twice that is added.
+pub fn least_row_sum(m: usize, dtype: DType) -> f64 {
+    let least = match dtype {
+        DType::F16 => 2f64.powi(-24),
+        // Devices may take numbers for zeros that are smaller than normal ones.
+        _ => f32::MIN_POSITIVE.into(),
+    };
+    m as f64 * least
+}
+
+/// Matrices divided by numbers, one for each matrix, row, column or element, and rounded once.
 pub fn over<B: Backend>(x: FloatTensor<B>, by: FloatTensor<B>) -> FloatTensor<B> {
     let dtype = FloatDType::from(x.dtype());
     B::float_cast(B::float_div(B::float_cast(x, precise(dtype.into())), by), dtype)

@@ -8,7 +8,7 @@ mod step;
 pub(super) use adamw::adamw;
 pub(crate) use lion::lion;
 pub(super) use matrix::{
-    gram_norm, normalize, over, plus_identity, product_add, scaled, symmetric_product,
-    symmetric_share, syrk,
+    SIZE_OF_SUM, divisors, least_gram_norm, least_row_sum, normalize, over, plus_identity,
+    product_add, scaled, symmetric_product, symmetric_share, syrk,
 };
 pub(super) use step::{apply, reject, update_momentum};

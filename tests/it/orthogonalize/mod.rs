@@ -154,6 +154,108 @@ fn schatten_norms_leave_zeros_and_small_matrices_small() {
     }
 }
 
+/// A random matrix whose rows have norms over some decades.
+fn with_graded_rows(rows: usize, columns: usize, decades: f64) -> Mat<f64> {
+    let random = random(rows, columns, 43);
+    let scale = |i: usize| 10f64.powf(-decades * i as f64 / rows as f64);
+    Mat::from_fn(rows, columns, |i, j| scale(i) * random[(i, j)])
+}
+
+/// The iteration that rescales the rows of matrices.
+fn almost_orthogonal(set: &Coefficients, form: IterationForm) -> NewtonSchulzConfig {
+    let config = config(set, set.designed_steps()).with_form(form);
+    config.with_normalization(Normalization::Aol)
+}
+
+#[test]
+fn aol_matches_the_exact_polynomials_of_the_rescaled_matrix() {
+    for set in [Coefficients::polar_express(), Coefficients::Aol, Coefficients::Cubic] {
+        for &form in forms() {
+            for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
+                let iteration = almost_orthogonal(&set, form).init().unwrap();
+                let iteration = iteration.with_kernels(kernels);
+                for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (1, 5), (5, 1)] {
+                    let input = with_graded_rows(rows, columns, 1.0);
+                    let result = run(&iteration, &input);
+                    let exact = references::newton_schulz_aol(&input, &schedule(&set));
+                    let error = distance(&result, &exact);
+                    let bound = tf32_or(if form == IterationForm::Gram { 2e-3 } else { 2e-4 });
+                    let case = format!("{set:?} {form:?} {kernels:?} {rows}x{columns}");
+                    assert!(error < bound, "{case}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn aol_leaves_zeros_and_small_matrices_small() {
+    for &form in forms() {
+        let config = almost_orthogonal(&Coefficients::polar_express(), form);
+        let iteration = config.clone().with_epsilon(1.0).init().unwrap();
+        let random = random(24, 40, 3);
+        let small = run(&iteration, &(faer::Scale(1e-6) * &random));
+        // The steps multiply small values by up to 804, and the rescaling by up to 20 here.
+        assert!(small.norm_l2() < 0.5, "{form:?}: {}", small.norm_l2());
+        assert_eq!(run(&iteration, &Mat::zeros(24, 40)).norm_l2(), 0.0, "{form:?}");
+        // Rows of zeros stay zero, and have no effect on others.
+        let iteration = config.init().unwrap();
+        let some = Mat::from_fn(30, 40, |i, j| if i < 24 { random[(i, j)] } else { 0.0 });
+        let (with_zeros, alone) = (run(&iteration, &some), run(&iteration, &random));
+        assert_eq!(with_zeros.submatrix(24, 0, 6, 40).norm_l2(), 0.0, "{form:?}");
+        let error = distance(&with_zeros.submatrix(0, 0, 24, 40).to_owned(), &alone);
+        assert!(error < tf32_or(1e-5), "{form:?}: {error}");
+        // A matrix that is not finite has no effect on others.
+        let device = Device::default();
+        for bad in [f64::NAN, f64::INFINITY] {
+            let first = Mat::from_fn(24, 40, |i, j| if (i, j) == (3, 4) { bad } else { 0.5 });
+            let both = Tensor::cat(vec![tensor(&first, &device), tensor(&random, &device)], 0);
+            let both = iteration.orthogonalize(both);
+            assert_eq!(distance(&matrix(&both, 1), &alone), 0.0, "{form:?}");
+            assert!(matrix(&both, 0).norm_l2().is_nan(), "{form:?}, {bad}");
+        }
+    }
+}
+
+/// Float16 has no squares of small numbers: many equal rows far below another one are the worst
+/// case, since none of their products may be left out of a sum.
+#[test]
+fn aol_bounds_every_matrix_at_every_scale_in_every_type() {
+    let random = random(96, 160, 47);
+    let equal = |small: f64| {
+        Mat::from_fn(96, 160, |i, j| if i == 0 { random[(0, j)] } else { small * random[(1, j)] })
+    };
+    let rank_one = Mat::from_fn(96, 160, |i, j| random[(i, 0)] * random[(0, j)]);
+    let mut inputs = vec![rank_one, with_graded_rows(96, 160, 4.0)];
+    inputs.extend((0..10).map(|power| equal(4f64.powi(-2 * power))));
+    for (dtype, held) in [
+        (IterationDtype::F32, FloatDType::F32),
+        (IterationDtype::F16, FloatDType::F16),
+        (IterationDtype::Bf16, FloatDType::BF16),
+    ] {
+        if !has_type(held) {
+            lacks(format!("{held:?}"));
+            continue;
+        }
+        for form in [IterationForm::Standard, IterationForm::Auto] {
+            let config = almost_orthogonal(&Coefficients::polar_express(), form);
+            let iteration = config.with_dtype(dtype).init().unwrap();
+            for (index, input) in inputs.iter().enumerate() {
+                let reference = run(&iteration, input);
+                let largest = reference.thin_svd().unwrap().S().column_vector()[0];
+                let case = format!("{index}, {dtype:?}, {form:?}");
+                assert!(largest > 0.7 && largest < 1.3, "{case}: {largest}");
+                // Powers of two, with which no rounding changes.
+                for scale in [2f64.powi(-60), 2f64.powi(100)] {
+                    let result = run(&iteration, &(faer::Scale(scale) * input));
+                    let error = distance(&result, &reference);
+                    assert!(error < 1e-6, "{case}, scale {scale}: {error}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn results_are_close_to_the_polar_factor_of_an_svd() {
     for (rows, columns) in [(512, 512), (512, 256), (256, 512)] {
@@ -341,11 +443,17 @@ fn a_batch_is_bit_equal_to_its_single_matrices() {
     let device = Device::default();
     for shape in [[3, 20, 33], [2, 33, 20], [2, 130, 130], [3, 200, 520]] {
         let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
-        let whole = default_iteration().orthogonalize(batch.clone());
-        for i in 0..shape[0] {
-            let single = default_iteration().orthogonalize(batch.clone().slice(s![i..i + 1]));
-            let from_batch = whole.clone().slice(s![i..i + 1]);
-            assert_eq!(bits(&single), bits(&from_batch), "{shape:?}, matrix {i}");
+        for normalization in
+            [Normalization::Frobenius, Normalization::Schatten4, Normalization::Aol]
+        {
+            let iteration = default_config().with_normalization(normalization).init().unwrap();
+            let whole = iteration.orthogonalize(batch.clone());
+            for i in 0..shape[0] {
+                let single = iteration.orthogonalize(batch.clone().slice(s![i..i + 1]));
+                let from_batch = whole.clone().slice(s![i..i + 1]);
+                let case = format!("{shape:?}, {normalization:?}, matrix {i}");
+                assert_eq!(bits(&single), bits(&from_batch), "{case}");
+            }
         }
     }
 }
@@ -633,11 +741,19 @@ proptest! {
     ) {
         let input = random(rows, columns, seed);
         let set = Coefficients::polar_express();
-        let portable = iteration(&set, 0.0, IterationForm::Standard);
-        let reference = run(&portable.with_kernels(KernelPolicy::Portable), &input);
-        for &form in forms() {
-            let result = run(&iteration(&set, 0.0, form), &input);
-            prop_assert!(distance(&result, &reference) < tf32_or(2e-3));
+        for normalization in
+            [Normalization::Frobenius, Normalization::Schatten4, Normalization::Aol]
+        {
+            let iteration = |form| {
+                let config = config(&set, set.designed_steps()).with_form(form);
+                config.with_normalization(normalization).init().unwrap()
+            };
+            let portable = iteration(IterationForm::Standard);
+            let reference = run(&portable.with_kernels(KernelPolicy::Portable), &input);
+            for &form in forms() {
+                let result = run(&iteration(form), &input);
+                prop_assert!(distance(&result, &reference) < tf32_or(2e-3));
+            }
         }
     }
 }

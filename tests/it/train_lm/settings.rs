@@ -27,6 +27,18 @@ fn bad_input_is_rejected_before_the_first_step() {
         ),
         ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <NAME,..>'"),
         ("--data text.rs --compare muon,nano", "a similar value exists: 'nanochat'"),
+        (
+            "--data text.rs --iteration {\"norm\":\"Aol\"}",
+            "'{\"norm\":\"Aol\"}' for '--iteration <JSON>': the iteration has no setting norm",
+        ),
+        (
+            "--data text.rs --iteration {\"normalization\":\"Nuclear\"}",
+            "for '--iteration <JSON>': unknown variant `Nuclear`, expected one of `Frobenius`,",
+        ),
+        (
+            "--data text.rs --iteration {\"steps\":0}",
+            "newton_schulz.steps` is invalid: expected at least 1",
+        ),
         ("--data text.rs --recipe adamw", "'adamw' for '--recipe <NAME>'"),
         ("--data text.rs --recipe torch --compare muon", "cannot be used with"),
         ("--data text.rs --seeds 1,2", "--compare <NAME,..>"),
