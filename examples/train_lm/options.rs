@@ -210,11 +210,12 @@ impl Options {
             self.check_sums(*contender)?;
             self.settings.check_digits(*contender)?;
         }
+        self.sharding.check_limits()?;
         ensure!(
             !self.sharding.is_shared()
                 || runs.iter().all(|run| run.contender.optimizer.is_shared()),
-            "--owned, --overlap, --balancing, --costs and the axes tp and ep are for dist-muon and \
-             dist-adamw; use or compare only these"
+            "--owned, --overlap, --in-flight-mb, --balancing, --costs and the axes tp and ep are \
+             for dist-muon and dist-adamw; use or compare only these"
         );
         let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
         ensure!(
@@ -272,6 +273,12 @@ pub fn at_least_one(text: &str) -> Result<usize> {
 pub fn positive(text: &str) -> Result<f64> {
     let number: f64 = text.parse()?;
     ensure!(number.is_finite() && number > 0.0, "it must be a positive number");
+    Ok(number)
+}
+
+pub fn not_negative(text: &str) -> Result<f64> {
+    let number: f64 = text.parse()?;
+    ensure!(number.is_finite() && number >= 0.0, "it must be zero or more");
     Ok(number)
 }
 

@@ -14,7 +14,7 @@ fn bytes(table: &str, kind: &str) -> usize {
 fn an_estimate_is_what_a_run_reports() {
     let folder = folder();
     for (ranks, options) in
-        [(1, ""), (2, ""), (4, " --owned dp"), (2, " --overlap"), (2, " --dtype bf16")]
+        [(1, ""), (2, ""), (4, " --owned dp"), (2, " --overlap=false"), (2, " --dtype bf16")]
     {
         let estimate = format!("--estimate ranks={ranks} --optimizer dist-muon{options}");
         let estimate = succeed(folder.path(), &estimate);
