@@ -254,8 +254,12 @@ impl Model {
             Some(Cuts::Rows) => row * different(tokens, embedding.shape[0]),
             None => 0.0,
         } as usize;
-        let passes =
-            PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD, activations };
+        let passes = PassTimes {
+            seconds,
+            inside_nodes: place.inside_nodes,
+            activations,
+            ..PassTimes::default()
+        };
         seconds / timeline(&plan.expect("usable settings"), &costs, &machine, &passes).total
     }
 }
@@ -288,9 +292,8 @@ struct Place {
 /// The index of the embedding among the parameters of a model.
 const EMBEDDING: usize = 0;
 
-/// Ranks of a node, and bytes that are gathered ahead of their use.
+/// Ranks of a node.
 const NODE: usize = 8;
-const AHEAD: usize = 1 << 30;
 
 /// The numbers of ranks for which hiding is simulated.
 const HIDING_RANKS: [usize; 7] = [8, 16, 32, 64, 128, 256, 512];

@@ -62,7 +62,7 @@ impl Estimate {
         device.configure(dtype).map_err(|error| anyhow!("--dtype: {error:?}"))?;
         let sizes = settings.model(settings.vocabulary());
         let model = sizes.init(&device.autodiff());
-        let config = contender.config(settings, &sharding)?;
+        let config = contender.config(settings, &sharding, self.ranks)?;
         let forecast = config.forecast_memory(self.ranks, self.nodes, &model, |world| {
             sharding.layout(world, &config, &model)
         })?;

@@ -145,14 +145,19 @@ impl Contender {
         })
     }
 
-    /// The settings of an optimizer that ranks share.
-    pub fn config(self, settings: &Settings, sharding: &Sharding) -> Result<DistMuonConfig> {
+    /// The settings of an optimizer that some ranks share.
+    pub fn config(
+        self,
+        settings: &Settings,
+        sharding: &Sharding,
+        ranks: usize,
+    ) -> Result<DistMuonConfig> {
         let muon = self.muon(settings)?;
         let muon = match self.optimizer {
             OptimizerName::DistAdamw => only_adamw(muon),
             _ => muon,
         };
-        shared_config(muon, settings, sharding)
+        shared_config(muon, settings, (sharding, ranks))
     }
 
     /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
@@ -180,7 +185,7 @@ impl Contender {
         let single =
             |optim: ModuleOptimizer| Optim::Single(Box::new(optim), Box::new(routing.clone()));
         let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
-            let config = shared_config(muon, settings, sharding)?;
+            let config = shared_config(muon, settings, (sharding, world.size()))?;
             let layout = sharding.layout(world, &config, &model)?;
             let model = sharding::on_ranks(layout.shard(model)?, &layout);
             let optim = config.init_on(&layout, &model)?;
@@ -210,17 +215,17 @@ fn only_adamw(muon: MuonConfig) -> MuonConfig {
     muon.with_adamw(AdamWConfig::new().with_weight_decay(0.1)).with_rule(RoutingRule::adamw(""))
 }
 
-/// The settings of an optimizer that ranks share.
+/// The settings of an optimizer that some ranks share.
 fn shared_config(
     muon: MuonConfig,
     settings: &Settings,
-    sharding: &Sharding,
+    (sharding, ranks): (&Sharding, usize),
 ) -> Result<DistMuonConfig> {
     let scales = settings.dtype == Dtype::F16;
     let config = DistMuonConfig::new()
         .with_muon(muon)
         .with_grad_dtype(GradDtype::Float32)
-        .with_publish(sharding.publish())
+        .with_publish(sharding.publish(ranks))
         .with_loss_scale(scales.then(LossScaleConfig::new));
     sharding.planned(config)
 }

@@ -226,11 +226,12 @@ impl Options {
             self.check_sums(*contender)?;
             self.settings.check_digits(*contender)?;
         }
+        self.sharding.check_limits()?;
         ensure!(
             !self.sharding.is_shared()
                 || runs.iter().all(|run| run.contender.optimizer.is_shared()),
-            "--owned, --rows, --overlap, --balancing, --costs and the axes tp and ep are for \
-             dist-muon and dist-adamw; use or compare only these"
+            "--owned, --rows, --overlap, --in-flight-mb, --balancing, --costs and the axes tp and ep \
+             are for dist-muon and dist-adamw; use or compare only these"
         );
         let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
         ensure!(
@@ -296,6 +297,12 @@ fn folder(path: PathBuf) -> Result<PathBuf> {
     fs::create_dir_all(&path)?;
     tempfile::tempfile_in(&path)?;
     Ok(path)
+}
+
+pub fn not_negative(text: &str) -> Result<f64> {
+    let number: f64 = text.parse()?;
+    ensure!(number.is_finite() && number >= 0.0, "it must be zero or more");
+    Ok(number)
 }
 
 /// Fails for a path that no result can be written to, before the training rather than after it.

@@ -8,7 +8,7 @@ use distmuon::distributed::plan;
 use distmuon::distributed::{self, Axis, CostSource, DistMuonConfig, Layout, Mesh, Publish};
 
 use super::model::Gpt;
-use super::options::at_least_one;
+use super::options::{at_least_one, not_negative};
 
 /// The options that place parameters on ranks. The results are the same with all of them.
 #[derive(Args, Debug, Clone, Default)]
@@ -36,11 +36,21 @@ pub struct Sharding {
     /// Weights that --owned and --rows keep until the backward pass.
     #[arg(long, value_enum, default_value_t = Keep::Nothing, help_heading = "Ranks")]
     pub keep: Keep,
-    /// Sends gradients and parameters during the passes.
+    /// Sends gradients and parameters during the passes. Default: true on several ranks.
     ///
     /// For dist-muon and dist-adamw.
-    #[arg(long, help_heading = "Ranks")]
-    pub overlap: bool,
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true)]
+    #[arg(default_missing_value = "true", help_heading = "Ranks")]
+    pub overlap: Option<bool>,
+    /// Limits the MB of parameters that --owned gathers ahead of their use. Default: two layers.
+    #[arg(long, value_name = "MB", value_parser = not_negative, requires = "owned")]
+    #[arg(help_heading = "Ranks")]
+    pub ahead_mb: Option<f64>,
+    /// Limits the MB of gradients on their way in a backward pass. Default: two layers.
+    ///
+    /// For dist-muon and dist-adamw.
+    #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
+    pub in_flight_mb: Option<f64>,
     /// Chooses the owner of each matrix. Default: greedy.
     ///
     /// For dist-muon and dist-adamw, which print the plan.
@@ -89,7 +99,22 @@ impl Sharding {
     pub fn is_shared(&self) -> bool {
         let is_planned = self.balancing.is_some() || self.costs.is_some();
         let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
-        is_planned || is_divided || self.overlap
+        is_planned || is_divided || self.overlap == Some(true) || self.in_flight_mb.is_some()
+    }
+
+    /// Returns `true` if gradients and parameters are sent during the passes.
+    fn overlaps(&self, ranks: usize) -> bool {
+        self.overlap.unwrap_or(ranks > 1)
+    }
+
+    /// Fails for limits of messages that are not sent.
+    pub fn check_limits(&self) -> Result<()> {
+        ensure!(
+            self.in_flight_mb.is_none() || self.is_divided() || self.overlap != Some(false),
+            "--in-flight-mb limits gradients that a backward pass reduces; leave --overlap=false \
+             out"
+        );
+        Ok(())
     }
 
     /// The number of ranks of the axes, if there are any.
@@ -108,8 +133,8 @@ impl Sharding {
     }
 
     /// The time at which parameters are waited for.
-    pub fn publish(&self) -> Publish {
-        if self.overlap { Publish::AtFirstUse } else { Publish::Now }
+    pub fn publish(&self, ranks: usize) -> Publish {
+        if self.overlaps(ranks) { Publish::AtFirstUse } else { Publish::Now }
     }
 
     /// The settings of the library for the owners of matrices.
@@ -172,6 +197,8 @@ impl Sharding {
             Keep::Nothing => distributed::Keep::Nothing,
             Keep::Weights => distributed::Keep::Weights,
         });
+        let layout = self.ahead_mb.into_iter().fold(layout, Layout::with_ahead_mb);
+        let layout = self.in_flight_mb.into_iter().fold(layout, Layout::with_in_flight_mb);
         let layout = match self.slices() {
             1 => layout,
             _ => model.places_of_slices(TENSOR).into_iter().fold(layout, Layout::with_place),
@@ -180,7 +207,7 @@ impl Sharding {
             1 => layout,
             _ => layout.with_place(Gpt::places_of_experts(EXPERT)),
         };
-        let layout = if self.overlap { layout.overlap_backward() } else { layout };
+        let layout = if self.overlaps(world.size()) { layout.overlap_backward() } else { layout };
         Ok(match (&self.owned, &self.rows) {
             (Some(axis), _) => layout.owned(axis),
             (None, Some(axis)) => layout.rows(axis),

@@ -203,7 +203,8 @@ struct Division {
     overlaps: bool,
     on_nodes: bool,
     keep: Keep,
-    ahead_mb: f64,
+    /// Limits of parameters that are gathered ahead, and of gradients; two layers, unless set.
+    limits_mb: [Option<f64>; 2],
     small_elements: usize,
     allows_unused: bool,
     balancing: Balancing,
@@ -222,8 +223,10 @@ impl Division {
             false => (Mesh::flat(world), "dp"),
         };
         let layout = Layout::new(&mesh).with_config(config.clone());
-        let layout = layout.with_keep(self.keep).with_ahead_mb(self.ahead_mb);
-        let layout = layout.with_small_elements(self.small_elements);
+        let layout = layout.with_keep(self.keep).with_small_elements(self.small_elements);
+        let [ahead, in_flight] = self.limits_mb;
+        let layout = ahead.into_iter().fold(layout, Layout::with_ahead_mb);
+        let layout = in_flight.into_iter().fold(layout, Layout::with_in_flight_mb);
         let layout = match (self.is_owned, self.in_rows) {
             (true, true) => layout.rows(axis),
             (true, false) => layout.owned(axis),
@@ -314,15 +317,16 @@ fn trials() -> impl Strategy<Value = Trial> {
         has_evaluated,
     });
     let keep = prop_oneof![Just(Keep::Weights), Just(Keep::Nothing)];
-    let ahead_mb = prop_oneof![Just(0.0), Just(0.0005), Just(64.0)];
+    let limit = prop_oneof![Just(Some(0.0)), Just(Some(0.0005)), Just(Some(64.0)), Just(None)];
+    let limits = [limit.clone(), limit];
     let flags = any::<[bool; 5]>();
     let small = prop_oneof![Just(0_usize), Just(16), Just(64), Just(4096)];
     let cut = |dimensions| proptest::option::weighted(0.7, 0..dimensions);
     let cuts = (cut(2_usize), cut(2), cut(3)).prop_map(<[_; 3]>::from);
     let balancing = prop_oneof![Just(Balancing::Greedy), Just(Balancing::BlockCyclic)];
-    let division = (flags, keep, ahead_mb, small, balancing, cuts);
+    let division = (flags, keep, limits, small, balancing, cuts);
     let division = division.prop_map(|division| {
-        let (flags, keep, ahead_mb, small_elements, balancing, cuts) = division;
+        let (flags, keep, limits_mb, small_elements, balancing, cuts) = division;
         let [is_owned, in_rows, overlaps, on_nodes, allows_unused] = flags;
         Division {
             is_owned,
@@ -330,7 +334,7 @@ fn trials() -> impl Strategy<Value = Trial> {
             overlaps,
             on_nodes,
             keep,
-            ahead_mb,
+            limits_mb,
             small_elements,
             allows_unused,
             balancing,
@@ -645,7 +649,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 overlaps: true,
                 on_nodes: true,
                 keep,
-                ahead_mb: 64.0,
+                limits_mb: [Some(64.0), None],
                 small_elements: 16,
                 allows_unused: false,
                 balancing: Balancing::Greedy,

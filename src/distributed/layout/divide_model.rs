@@ -295,8 +295,8 @@ struct Settings<'a> {
     costs: CostSource,
     keep: Keep,
     small_elements: usize,
-    ahead_mb: f64,
-    in_flight_mb: f64,
+    ahead_mb: Option<f64>,
+    in_flight_mb: Option<f64>,
     overlap_backward: bool,
     allow_unused: bool,
 }

@@ -10,6 +10,7 @@ mod passes;
 mod predicted_uses;
 mod reparameterizations;
 mod table;
+mod two_layers;
 mod weight_average;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -21,7 +22,7 @@ use burn::tensor::Tensor;
 
 pub(super) use pass_parameter::{BlockPart, PassParameter};
 pub use passes::Keep;
-pub(super) use passes::{PassBytes, Passes};
+pub(super) use passes::{Message, PassBytes, Passes, Publishing};
 pub use table::LayoutTable;
 
 use super::config::DistMuonConfig;
@@ -40,10 +41,8 @@ use choose_owners::Chosen;
 use identity::Identities;
 use pass_parameter::{ParameterShards, Position};
 use passes::{Groups, Limits};
+pub(super) use two_layers::bytes_of_two_layers;
 
-/// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
-const AHEAD_MB: f64 = 64.0;
-const IN_FLIGHT_MB: f64 = 64.0;
 /// The largest number of dimensions of parameters whose gradients the backward pass reduces.
 const MOST_DIMENSIONS: usize = 6;
 /// The default of [`Layout::with_small_elements`].
@@ -102,8 +101,9 @@ pub struct Layout {
     places: Vec<Place>,
     keep: Keep,
     small_elements: usize,
-    ahead_mb: f64,
-    in_flight_mb: f64,
+    /// Two layers, unless set.
+    ahead_mb: Option<f64>,
+    in_flight_mb: Option<f64>,
     overlaps_backward: bool,
     allows_unused: bool,
     sharded: Arc<OnceLock<Sharded>>,
@@ -169,8 +169,8 @@ impl Layout {
             places: vec![],
             keep: Keep::Nothing,
             small_elements: SMALL_ELEMENTS,
-            ahead_mb: AHEAD_MB,
-            in_flight_mb: IN_FLIGHT_MB,
+            ahead_mb: None,
+            in_flight_mb: None,
             overlaps_backward: false,
             allows_unused: false,
             sharded: Arc::default(),
@@ -260,17 +260,23 @@ impl Layout {
     }
 
     /// Sets the MB (10^6 bytes) of parameters that are gathered ahead of their use, in the order of
-    /// the pass before: 64 by default. With 0, every use waits for its own parameter. The results
-    /// are the same.
+    /// the pass before, in messages of up to half of it: by default the bytes of two layers, but at
+    /// most a quarter of the divided parameters. With 0, every use waits for its own parameter. The
+    /// results are the same.
+    ///
+    /// A layer is an item of the model's outermost list, as `blocks.3`; without lists, it is the
+    /// largest parameter. A parameter with more than half of the bytes is sent alone.
     pub fn with_ahead_mb(mut self, megabytes: f64) -> Self {
-        self.ahead_mb = megabytes;
+        self.ahead_mb = Some(megabytes);
         self
     }
 
-    /// Sets the MB (10^6 bytes) of gradients that are reduced at once, while the backward pass goes
-    /// on: 64 by default. The results are the same.
+    /// Sets the MB (10^6 bytes) of gradients that are collected and reduced at once while the
+    /// backward pass goes on, in messages of up to half of it: by default as for
+    /// [`with_ahead_mb`](Self::with_ahead_mb). With 0, every gradient is sent alone. The results
+    /// are the same.
     pub fn with_in_flight_mb(mut self, megabytes: f64) -> Self {
-        self.in_flight_mb = megabytes;
+        self.in_flight_mb = Some(megabytes);
         self
     }
 
@@ -356,7 +362,8 @@ impl Layout {
     }
 
     fn passes_of(&self, groups: Groups, parameters: Vec<Arc<PassParameter>>) -> Passes {
-        Passes::new(groups, parameters, self.limits(), self.micro_batches.clone())
+        let limits = self.limits(&parameters);
+        Passes::new(groups, parameters, limits, self.micro_batches.clone())
     }
 
     /// This rank's slices of the model that was divided.
@@ -628,7 +635,7 @@ impl Layout {
         for (setting, megabytes) in
             [("ahead_mb", self.ahead_mb), ("in_flight_mb", self.in_flight_mb)]
         {
-            crate::checks::ensure_size(setting, megabytes)?;
+            megabytes.map_or(Ok(()), |megabytes| crate::checks::ensure_size(setting, megabytes))?;
         }
         let expected = "an axis of the mesh";
         let invalid = |setting, axis: &str, expected| {
@@ -689,10 +696,21 @@ impl Layout {
         }
     }
 
-    pub(super) fn limits(&self) -> Limits {
-        let [ahead, in_flight] =
-            [self.ahead_mb, self.in_flight_mb].map(|megabytes| (megabytes * 1e6).ceil() as usize);
-        Limits { keep: self.keep, ahead, in_flight, allows_unused: self.allows_unused }
+    /// The limits of messages in passes of these parameters: the same on all ranks.
+    fn limits(&self, parameters: &[Arc<PassParameter>]) -> Limits {
+        let of = |megabytes: Option<f64>, counts: fn(&PassParameter) -> bool| match megabytes {
+            Some(megabytes) => (megabytes * 1e6).ceil() as usize,
+            None => {
+                let counted = parameters.iter().filter(|parameter| counts(parameter));
+                bytes_of_two_layers(counted.map(|known| (&*known.path, known.bytes())))
+            }
+        };
+        Limits {
+            keep: self.keep,
+            ahead: of(self.ahead_mb, |parameter| parameter.placement.is_owned()),
+            in_flight: of(self.in_flight_mb, |parameter| parameter.is_trained),
+            allows_unused: self.allows_unused,
+        }
     }
 
     /// The placement of a parameter.

@@ -7,10 +7,8 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::form::Form;
 use crate::blocks::Blocks;
-use crate::comm::received;
 use crate::distributed::plan::{Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
-use crate::error::Error;
 use crate::parameters::Placement;
 use crate::slices;
 
@@ -70,6 +68,8 @@ pub struct Position {
 #[derive(Debug)]
 struct Piece {
     block: usize,
+    /// The part that has them.
+    part: usize,
     elements: Range<usize>,
     /// Zeros that follow.
     padding: usize,
@@ -109,7 +109,8 @@ impl ParameterDivision {
             part_counts[position.part] += counts.of(position.replica);
             for held in &in_use[position.replica] {
                 let Overlap { parameter: block, elements, padding } = held.clone();
-                pieces.push(Piece { block, elements, padding, in_parts, in_shards });
+                let part = position.part;
+                pieces.push(Piece { block, part, elements, padding, in_parts, in_shards });
                 in_parts += extent(held);
                 in_shards += extent(held);
             }
@@ -128,11 +129,6 @@ impl ParameterDivision {
 }
 
 impl PassParameter {
-    /// The error of a call, with what the call was for.
-    pub fn in_action(&self, action: &str, error: Error) -> Error {
-        error.in_action(&format!("{action} `{}`", self.path))
-    }
-
     /// `positions` has the position of every rank of the group, `rank` is this rank's number in it.
     pub fn new(
         index: usize,
@@ -189,14 +185,13 @@ impl PassParameter {
         self.division.shard_counts.of(self.division.position.shard)
     }
 
-    /// Elements that this rank receives at one time to reduce its part.
-    pub fn received(&self) -> usize {
-        received(&self.division.part_counts.to_vec(), self.division.position.part)
+    /// The index of this rank's part, and of its shard in that part.
+    pub fn part_index(&self) -> usize {
+        self.division.position.part
     }
 
-    /// Elements that it then receives at one time to reduce its shard.
-    pub fn received_of_replicas(&self) -> usize {
-        received(&self.division.shard_counts.to_vec(), self.division.position.shard)
+    pub fn shard_index(&self) -> usize {
+        self.division.position.shard
     }
 
     /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have
@@ -216,9 +211,16 @@ impl PassParameter {
         Tensor::full([elements], f32::NAN, (device, self.dtype))
     }
 
-    /// The whole, flat, from all parts one after the other.
-    pub fn whole(&self, parts: &Tensor<1>) -> Tensor<1> {
-        self.assembled(parts, |piece| piece.in_parts)
+    /// The whole, flat, from a buffer in which each part begins at one of `starts`. It does not
+    /// keep what else the buffer has.
+    pub fn whole(&self, buffer: &Tensor<1>, starts: &[usize]) -> Tensor<1> {
+        let counts = &self.division.part_counts;
+        let whole = self.assembled(buffer, |piece| {
+            starts[piece.part] + piece.in_parts - counts.before(piece.part)
+        });
+        // Several pieces were copied when they were joined.
+        let is_view = self.division.pieces.len() == 1 && buffer.dims() != whole.dims();
+        if is_view { slices::copied(whole) } else { whole }
     }
 
     /// The whole, flat, from the shards of all ranks one after the other.

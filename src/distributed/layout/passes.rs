@@ -2,8 +2,9 @@
 //! use, and gradients are reduced after it.
 //!
 //! All ranks make the same calls, since a decision depends on the sequence of uses, and on maps of
-//! the model between them, but never on time: all ranks map the model alike. Results are waited for
-//! in the order of the calls.
+//! the model between them, but never on time: all ranks map the model alike. So do the cuts between
+//! messages, each of which has several parameters. Results are waited for in the order of the
+//! calls.
 //!
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
@@ -11,6 +12,7 @@
 mod end_of_pass;
 mod for_step;
 mod gather_parameters;
+mod message;
 mod new_parts;
 mod reduce_gradients;
 mod state;
@@ -25,12 +27,12 @@ use serde::{Deserialize, Serialize};
 use super::MicroBatches;
 use super::identity::Version;
 use super::pass_parameter::PassParameter;
-use crate::checks::ensure_computed;
 use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
-pub use state::PassBytes;
-use state::{Flight, PassMode, PassState, Uses, Values};
+pub use message::Message;
+use state::{Arrived, Flight, PassMode, PassState, Uses, Values};
+pub use state::{PassBytes, Publishing};
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,13 +60,14 @@ const PUBLISHING: &str = "publishing";
 /// has followed.
 const MANY_USES: usize = 10_000;
 
-/// The limits of what is sent ahead, and of what ranks may leave out.
+/// The limits of what is sent ahead, and of what ranks may leave out. A message has up to half of
+/// the bytes of a limit: one is on its way while another is used up, or collected.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub keep: Keep,
     /// Bytes of parameters that are gathered before they are used.
     pub ahead: usize,
-    /// Bytes of gradients that are being reduced.
+    /// Bytes of gradients that are collected and reduced.
     pub in_flight: usize,
     /// `true` if a rank may leave parameters out that others use.
     pub allows_unused: bool,
@@ -127,6 +130,30 @@ impl Passes {
 
     pub fn parameters(&self) -> &[Arc<PassParameter>] {
         &self.parameters
+    }
+
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Cuts a sequence of parameters into messages. The parameters of a message have one type, are
+    /// cut along the same axes, and have at most half of the bytes of the limit ahead; or there is
+    /// one.
+    pub fn in_messages(&self, indices: impl IntoIterator<Item = usize>) -> Vec<Vec<usize>> {
+        let of = |index: usize| &self.parameters[index];
+        let kind = |index: usize| (of(index).axes(), of(index).dtype);
+        let bytes =
+            |message: &[usize]| message.iter().map(|index| of(*index).bytes()).sum::<usize>();
+        let mut messages: Vec<Vec<usize>> = vec![];
+        for index in indices {
+            let alike = messages.iter_mut().rev().find(|message| kind(message[0]) == kind(index));
+            let more = bytes(&[index]);
+            match alike.filter(|message| bytes(message) + more <= self.limits.ahead / 2) {
+                Some(message) => message.push(index),
+                None => messages.push(vec![index]),
+            }
+        }
+        messages
     }
 
     fn state(&self) -> MutexGuard<'_, PassState> {
@@ -237,47 +264,30 @@ impl Passes {
 
     /// Waits for the result of the oldest call.
     fn land(&self, state: &mut PassState) -> Result<()> {
-        let flight = state.flights.pop_front().expect("a call was started");
-        let (index, action) = match &flight {
-            Flight::Gathering(index, _) => (*index, GATHERING),
-            Flight::Reducing(index, ..) | Flight::ReducingReplicas(index, ..) => (*index, REDUCING),
-        };
-        let landed = self.land_flight(state, flight);
-        landed.map_err(|error| self.parameters[index].in_action(action, error))
+        match state.flights.pop_front().expect("a call was started") {
+            Flight::Gathering(indices, message, pending) => {
+                let buffer = pending.wait();
+                let buffer = buffer.map_err(|error| self.in_action(GATHERING, &indices, error))?;
+                for (position, index) in indices.into_iter().enumerate() {
+                    let arrived =
+                        Arrived { buffer: buffer.clone(), starts: message.starts(position) };
+                    let ahead = state.uses[index].ahead.as_mut();
+                    ahead.expect("the parameter is gathered").arrived = Some(arrived);
+                }
+                Ok(())
+            }
+            Flight::Reducing(reduction) => self.land_reduction(state, reduction),
+        }
     }
 
-    fn land_flight(&self, state: &mut PassState, flight: Flight) -> Result<()> {
-        match flight {
-            Flight::Gathering(index, pending) => {
-                let whole = self.parameters[index].whole(&pending.wait()?);
-                ensure_computed(&self.parameters[index].path, &whole)?;
-                let ahead = state.uses[index].ahead.as_mut();
-                ahead.expect("the parameter is gathered").whole = Some(whole);
-            }
-            // In two stages: first among the ranks that share the parameter, then among replicas,
-            // whose links may be slower and which send a part only.
-            Flight::Reducing(index, leaf, pending) => {
-                state.bytes.reducing -= pending.bytes();
-                let sum = pending.wait()?;
-                let replicas = self.replicas(&self.parameters[index]);
-                if replicas.size() == 1 {
-                    self.keep_mean(state, (index, leaf), sum);
-                    return Ok(());
-                }
-                let counts = self.parameters[index].shard_counts().to_vec();
-                let pending = replicas.reduce_scatter_f32(sum, &counts)?;
-                state.bytes.reducing += pending.bytes();
-                // At the end of the queue, as on all ranks: the second stage is a call like any
-                // other.
-                state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
-            }
-            Flight::ReducingReplicas(index, leaf, pending) => {
-                state.bytes.reducing -= pending.bytes();
-                let sum = pending.wait()?;
-                self.keep_mean(state, (index, leaf), sum);
-            }
-        }
-        Ok(())
+    /// The error of a message, with what it was for.
+    fn in_action(&self, action: &str, indices: &[usize], error: Error) -> Error {
+        let first = &self.parameters[indices[0]].path;
+        let more = match indices.len() {
+            1 => String::new(),
+            several => format!(" and {} more", several - 1),
+        };
+        error.in_action(&format!("{action} `{first}`{more}"))
     }
 
     /// The outcome of a part of a pass. `None` after a failure, which all ranks are told of.

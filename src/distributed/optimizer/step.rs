@@ -19,7 +19,7 @@
 //! A world of one runs the same stages, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
@@ -40,8 +40,9 @@ use super::stages::Stage;
 use super::step_counts::Accounts;
 use super::traffic::Traffic;
 use crate::backend::FiniteMask;
-use crate::comm::{Pending, ReduceOp};
+use crate::comm::ReduceOp;
 use crate::distributed::config::Publish;
+use crate::distributed::layout::Publishing;
 use crate::error::Result;
 use crate::slices;
 use crate::update::Observations;
@@ -280,27 +281,34 @@ fn publish_parts(
     traffic: &Traffic,
 ) -> Result<Parts> {
     let DividedModel { parameters, passes, .. } = divided;
-    let (mut parts, mut pending): (Parts, _) = (vec![None; parameters.len()], VecDeque::new());
-    let owned = parameters.iter().enumerate();
-    for (index, parameter) in owned.filter(|(_, parameter)| parameter.placement.is_owned()) {
-        let pass_parameter = &passes[&parameter.path];
-        let shard = detached.take_shard(parameter, pass_parameter, &divided.device());
-        let publishing: Option<Pending> = match traffic.publish {
-            Publish::Now => Some(passes.publish(pass_parameter, shard)?),
-            Publish::AtFirstUse => passes.publish_later(pass_parameter, shard)?,
+    let owned = parameters.iter().enumerate().filter(|(_, known)| known.placement.is_owned());
+    // By their indices among the parameters of the passes.
+    let owned: BTreeMap<usize, usize> =
+        owned.map(|(index, parameter)| (passes[&parameter.path].index, index)).collect();
+    let mut parts: Parts = vec![None; parameters.len()];
+    let mut keep = |publishing: Publishing| -> Result<()> {
+        let published = passes.published(publishing)?.into_iter();
+        published.for_each(|(index, part)| parts[owned[&index]] = Some(part));
+        Ok(())
+    };
+    let mut pending = VecDeque::new();
+    for message in passes.in_messages(owned.keys().copied()) {
+        let shard = |index: usize| {
+            let (parameter, known) = (&parameters[owned[&index]], &passes.parameters()[index]);
+            (index, detached.take_shard(parameter, known, &divided.device()))
         };
-        pending.extend(publishing.map(|part| (index, part)));
+        let publishing = passes.publish(message.into_iter().map(shard).collect())?;
+        pending.extend(match traffic.publish {
+            Publish::Now => Some(publishing),
+            Publish::AtFirstUse => passes.publish_later(publishing),
+        });
         // As many as buckets in flight: the buffers of all parts at once would be as large as this
         // rank's part of the model.
-        if pending.len() == traffic.in_flight
-            && let Some((index, part)) = pending.pop_front()
-        {
-            parts[index] = Some(part.wait()?);
+        if pending.len() == traffic.in_flight {
+            pending.pop_front().map_or(Ok(()), &mut keep)?;
         }
     }
-    for (index, part) in pending {
-        parts[index] = Some(part.wait()?);
-    }
+    pending.into_iter().try_for_each(keep)?;
     Ok(parts)
 }
 

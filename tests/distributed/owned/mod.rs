@@ -3,6 +3,7 @@
 mod adapters;
 mod balancing;
 mod identities;
+mod messages;
 pub mod rejections;
 mod rows;
 
@@ -69,6 +70,7 @@ use identities::{
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
 };
+use messages::a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once;
 use rejections::{
     a_parameter_that_one_rank_does_not_use_is_named,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
@@ -91,6 +93,7 @@ use rows::{
 
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
+    a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
     states_of_users_optimizers_are_saved_with_owned_parameters,
@@ -320,16 +323,16 @@ fn owned_parameters_train_as_replicated_ones() {
         let expected = expected.unwrap();
         assert!(expected[0].0[0] != expected[0].0[18], "it trains");
         for keep in [Keep::Weights, Keep::Nothing] {
-            for (ahead_mb, in_flight_mb) in [(0.0, 64.0), (64.0, 64.0), (0.004, 0.0)] {
+            for limits in [None, Some((0.0, 64.0)), Some((64.0, 0.006)), Some((0.004, 0.0))] {
                 let runs = ranks(count, |world| {
                     let world = with_checkpoints(&world);
-                    let layout = layout(&world)
-                        .with_keep(keep)
-                        .with_ahead_mb(ahead_mb)
-                        .with_in_flight_mb(in_flight_mb);
+                    let layout = layout(&world).with_keep(keep);
+                    let layout = limits.into_iter().fold(layout, |layout, (ahead, in_flight)| {
+                        layout.with_ahead_mb(ahead).with_in_flight_mb(in_flight)
+                    });
                     train_on(&world, &layout, &config, 10, 1, DType::F32)
                 });
-                let what = format!("{count} ranks, {keep:?}, {ahead_mb}, {in_flight_mb}");
+                let what = format!("{count} ranks, {keep:?}, {limits:?}");
                 assert_equal(&expected, &runs.unwrap(), &what);
             }
         }
@@ -590,8 +593,13 @@ fn an_evaluation_gathers_ahead_in_its_own_order() {
     const BYTES: usize = 32 * 32 * 4;
     // Those that have been used, and those that come next.
     let ahead_of = |next: usize| (1..=16).map(|used| (used + next).min(16)).collect::<Vec<_>>();
+    let alone = ahead_of(0);
+    // In the last case, one for all but the first.
+    let together = vec![2; 16];
     for count in [2, 3] {
-        for (limit, next) in [(0, 0), (1, 0), (3, 2), (100, 16)] {
+        for (limit, calls_ahead) in
+            [(0, alone.clone()), (1, alone.clone()), (3, ahead_of(2)), (100, together.clone())]
+        {
             let run = ranks_here(count, |world| {
                 let started = Arc::new(AtomicUsize::new(0));
                 let calls = started.clone();
@@ -615,15 +623,16 @@ fn an_evaluation_gathers_ahead_in_its_own_order() {
                     // A part that was not evaluated yet is not known to be the next.
                     for known in [false, true, true] {
                         let (seen, output) = evaluate(&net.valid());
-                        assert_eq!(seen, ahead_of(if known { next } else { 0 }), "{case}");
+                        let calls = if known { &calls_ahead } else { &alone };
+                        assert_eq!(&seen, calls, "{case}");
                         assert_eq!(output, expected, "{case}");
                     }
                     // Other values are gathered once, as those of the model after them.
                     let other = layout.average(net.clone(), &net, 0.5)?;
                     for evaluated in [&other, &net] {
-                        assert_eq!(evaluate(&evaluated.valid()).0, ahead_of(0), "{case}");
+                        assert_eq!(evaluate(&evaluated.valid()).0, alone, "{case}");
                     }
-                    assert_eq!(evaluate(&net.valid()).0, ahead_of(next), "{case}");
+                    assert_eq!(evaluate(&net.valid()).0, calls_ahead, "{case}");
                     let loss = output(&net, Tensor::from_inner(ones(&device.clone().inner())));
                     let gradients = layout.backward(&loss, &net)?;
                     net = optim.step(0.01, net, gradients)?;

@@ -18,7 +18,7 @@ fn an_estimate_is_what_a_run_reports() {
         (2, ""),
         (4, " --owned dp"),
         (4, " --rows dp"),
-        (2, " --overlap"),
+        (2, " --overlap=false"),
         (2, " --dtype bf16"),
     ] {
         let estimate = format!("--estimate ranks={ranks} --optimizer dist-muon{options}");

@@ -249,10 +249,11 @@ fn divided_models_print_the_losses_of_replicated_ones() {
     };
     for (ranks, accumulate) in [(2, 1), (2, 2), (4, 1)] {
         let on = format!("--ranks {ranks} --accumulate {accumulate} --optimizer dist-muon");
-        let expected = losses("replicated", &on);
+        let expected = losses("replicated", &format!("{on} --overlap=false"));
         for more in [
+            "",
             "--owned dp",
-            "--owned dp --keep weights",
+            "--owned dp --keep weights --ahead-mb 0 --in-flight-mb 0.01",
             "--rows dp",
             "--overlap",
             "--mesh node=2,gpu=RANKS --owned gpu --overlap",

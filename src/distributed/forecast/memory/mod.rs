@@ -232,7 +232,7 @@ impl<'a> PlannedRank<'a> {
             ..RankMemory::default()
         };
         // Passes before the step, which they leave the means to.
-        let memory = PassMemory::new(self).run(passes.parameters(), memory);
+        let memory = PassMemory::new(self).run(&passes, memory);
         StepMemory::new(self, plan, rank, memory).run()
     }
 

@@ -1,17 +1,16 @@
 //! The bytes of the gradients that a backward pass reduces, as they come and go.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use super::{PlannedRank, RankMemory};
 use crate::backend::precise_dtype;
-use crate::distributed::layout::PassParameter;
+use crate::comm::received;
+use crate::distributed::layout::{Message, PassParameter, Passes};
 
-/// A gradient on its way to its owners.
+/// Gradients of one type on their way to their owners, in one message.
 struct Flight<'a> {
-    parameter: &'a PassParameter,
-    /// Bytes that count towards the limit, and bytes of the message.
-    sent: usize,
+    parameters: Vec<&'a PassParameter>,
+    /// Bytes of the message.
     message: usize,
     among_replicas: bool,
 }
@@ -19,78 +18,129 @@ struct Flight<'a> {
 /// A backward pass in progress, in bytes.
 pub struct PassMemory<'a> {
     rank: &'a PlannedRank<'a>,
+    /// Gradients that wait for others of their kind, and their bytes.
+    buckets: Vec<Vec<&'a PassParameter>>,
+    waiting: usize,
     flights: VecDeque<Flight<'a>>,
     messages: usize,
     means: usize,
-    /// The most of shards, messages and both with a gradient that waits.
+    /// The most of shards, of messages with gradients that wait, and of both.
     peaks: [usize; 3],
 }
 
 impl<'a> PassMemory<'a> {
     pub fn new(rank: &'a PlannedRank<'a>) -> Self {
-        Self { rank, flights: VecDeque::new(), messages: 0, means: 0, peaks: [0; 3] }
+        let (buckets, flights) = (vec![], VecDeque::new());
+        Self { rank, buckets, waiting: 0, flights, messages: 0, means: 0, peaks: [0; 3] }
     }
 
     /// Adds the peaks of passes to the bytes between steps.
-    pub fn run(mut self, parameters: &'a [Arc<PassParameter>], memory: RankMemory) -> RankMemory {
-        let limits = self.rank.layout.limits();
-        // In the order of a backward pass; a message may be larger than the limit, alone.
-        for parameter in parameters.iter().rev().filter(|parameter| parameter.is_trained) {
-            let bytes = self.rank.gradient_dtype(parameter.dtype).size();
-            let sent = parameter.most_elements() * bytes;
-            // The packed gradient waits while earlier ones make room.
-            self.observe(sent);
-            while !self.flights.is_empty() && self.sent() + sent > limits.in_flight {
-                self.land();
+    pub fn run(mut self, passes: &'a Passes, memory: RankMemory) -> RankMemory {
+        let of_bucket = passes.limits().in_flight / 2;
+        let trained = passes.parameters().iter().filter(|parameter| parameter.is_trained);
+        // In the order of a backward pass; a gradient may be larger than the limit, alone.
+        for parameter in trained.rev() {
+            let bytes = self.bytes(parameter);
+            // It waits while earlier ones make room.
+            self.observe(bytes);
+            if self.waiting + bytes > of_bucket {
+                self.send();
             }
-            // The bytes sent and the bytes received are there at one time.
-            let message = sent + parameter.received() * bytes;
-            self.messages += message;
-            self.flights.push_back(Flight { parameter, sent, message, among_replicas: false });
-            self.observe(0);
+            self.add_to_bucket(parameter);
+            if self.waiting >= of_bucket {
+                self.send();
+            }
         }
+        self.send();
         while !self.flights.is_empty() {
             self.land();
         }
-        let gathered = gathered(parameters, limits.ahead);
+        let gathered = gathered(passes);
         let [shards, messages, together] = self.peaks;
         let peak = memory.between_steps() + memory.gradients + together + gathered;
         RankMemory { shards, messages, gathered, peak, ..memory }
     }
 
-    fn sent(&self) -> usize {
-        self.flights.iter().map(|flight| flight.sent).sum()
+    /// Bytes of a gradient: of the largest slice, if the parameter is cut.
+    fn bytes(&self, parameter: &PassParameter) -> usize {
+        parameter.most_elements() * self.rank.gradient_dtype(parameter.dtype).size()
     }
 
-    fn land(&mut self) {
-        let flight = self.flights.pop_front().expect("a gradient is on its way");
-        let Flight { parameter, message, sent, among_replicas } = flight;
-        self.messages -= message;
-        let wide = precise_dtype(parameter.dtype).size();
-        let replicas = parameter.shard_counts().ranks();
-        if replicas > 1 && !among_replicas {
-            // The sum of the first stage is float32, whatever was sent.
-            let message = (parameter.part_count() + parameter.received_of_replicas()) * wide;
-            self.messages += message;
-            self.flights.push_back(Flight { parameter, sent, message, among_replicas: true });
-        } else {
-            self.means += parameter.shard_count() * wide;
+    fn add_to_bucket(&mut self, parameter: &'a PassParameter) {
+        self.waiting += self.bytes(parameter);
+        let kind = |parameter: &'a PassParameter| (parameter.axes(), parameter.dtype);
+        match self.buckets.iter_mut().find(|bucket| kind(bucket[0]) == kind(parameter)) {
+            Some(bucket) => bucket.push(parameter),
+            None => self.buckets.push(vec![parameter]),
         }
         self.observe(0);
     }
 
-    fn observe(&mut self, waiting: usize) {
-        let messages = self.messages + waiting;
+    /// Sends the gradients that wait, once those before them have arrived.
+    fn send(&mut self) {
+        if self.buckets.is_empty() {
+            return;
+        }
+        (0..self.flights.len()).for_each(|_| self.land());
+        for parameters in std::mem::take(&mut self.buckets) {
+            let bytes = self.rank.gradient_dtype(parameters[0].dtype).size();
+            let sent: usize = parameters.iter().map(|parameter| self.bytes(parameter)).sum();
+            if parameters.len() > 1 {
+                // Copied into one buffer.
+                self.observe(sent);
+            }
+            self.waiting -= sent;
+            // The bytes sent and the bytes received are there at one time.
+            let totals = Message::of(parameters.iter().map(|of| of.part_counts())).totals();
+            let message = sent + received(&totals, parameters[0].part_index()) * bytes;
+            self.messages += message;
+            self.observe(0);
+            let flight = Flight { parameters, message, among_replicas: false };
+            match totals.len() {
+                // Nothing to send: the sum among replicas is the only one.
+                1 => self.arrive(flight),
+                _ => self.flights.push_back(flight),
+            }
+        }
+    }
+
+    fn land(&mut self) {
+        let flight = self.flights.pop_front().expect("a gradient is on its way");
+        self.arrive(flight);
+    }
+
+    fn arrive(&mut self, flight: Flight<'a>) {
+        let Flight { parameters, message, among_replicas } = flight;
+        self.messages -= message;
+        let wide = precise_dtype(parameters[0].dtype).size();
+        let sum = |count: fn(&PassParameter) -> usize| -> usize {
+            parameters.iter().map(|parameter| count(parameter)).sum()
+        };
+        if parameters[0].shard_counts().ranks() > 1 && !among_replicas {
+            // The sum of the first stage is float32, whatever was sent.
+            let totals = Message::of(parameters.iter().map(|of| of.shard_counts())).totals();
+            let received = received(&totals, parameters[0].shard_index());
+            let message = (sum(PassParameter::part_count) + received) * wide;
+            self.messages += message;
+            self.flights.push_back(Flight { parameters, message, among_replicas: true });
+        } else {
+            self.means += sum(PassParameter::shard_count) * wide;
+        }
+        self.observe(0);
+    }
+
+    fn observe(&mut self, more: usize) {
+        let messages = self.messages + self.waiting + more;
         let now = [self.means, messages, self.means + messages];
         self.peaks = std::array::from_fn(|kind| self.peaks[kind].max(now[kind]));
     }
 }
 
 /// Bytes of owned parameters that are gathered ahead, with the one in use.
-fn gathered(parameters: &[Arc<PassParameter>], limit: usize) -> usize {
-    let owned = parameters.iter().filter(|parameter| parameter.placement.is_owned());
+fn gathered(passes: &Passes) -> usize {
+    let owned = passes.parameters().iter().filter(|parameter| parameter.placement.is_owned());
     let all: Vec<usize> = owned.map(|parameter| parameter.bytes()).collect();
-    let largest = all.iter().copied().max().unwrap_or_default();
-    // One may be larger than the limit, and is gathered nevertheless when it is used.
-    largest.max(limit).min(all.iter().sum())
+    let (limit, largest) = (passes.limits().ahead, all.iter().copied().max().unwrap_or_default());
+    // A large one is gathered alone, while others have at most half of the limit.
+    limit.max(limit / 2 + largest).min(all.iter().sum())
 }

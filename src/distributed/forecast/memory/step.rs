@@ -255,11 +255,14 @@ impl<'a> StepMemory<'a> {
         let replicated = passes.parameters().iter().filter(|parameter| {
             parameter.is_trained
                 && parameter.placement.is_owned()
-                && parameter.shard_count() < parameter.part_count()
+                && parameter.shard_counts().ranks() > 1
         });
-        let parts = replicated.map(|parameter| {
+        let bytes = |index: usize| {
+            let parameter = &passes.parameters()[index];
             (parameter.shard_count() + parameter.part_count()) * parameter.dtype.size()
-        });
+        };
+        let messages = passes.in_messages(replicated.map(|parameter| parameter.index)).into_iter();
+        let parts = messages.map(|message| message.into_iter().map(bytes).sum());
         let mut parts: Vec<usize> = parts.collect();
         // The largest at once: the order of the model may bring them together.
         parts.sort_unstable();

@@ -39,8 +39,8 @@ pub struct Timeline {
 /// | [`Reduced`](crate::distributed::plan::Placement::Reduced) | gathered, as with [`AtFirstUse`](crate::distributed::Publish::AtFirstUse) | reduced | |
 /// | [`Owned`](crate::distributed::plan::Placement::Owned) | gathered | gathered again, reduced | |
 ///
-/// New parameters arrive in whole buckets, in the order of the first parameter of each; all
-/// other messages of the passes are of single parameters.
+/// New parameters arrive in whole buckets, in the order of the first parameter of each. Owned
+/// parameters are gathered, and gradients reduced, in the messages of passes.
 ///
 /// Parameters that are cut have messages of slices, except that rows are gathered and reduced like
 /// whole owned parameters. In the step, gradients are assembled after the reduction, and directions

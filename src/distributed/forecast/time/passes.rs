@@ -2,6 +2,7 @@
 
 use super::machine::{Machine, Message, Wires};
 use super::slices;
+use crate::distributed::layout::bytes_of_two_layers;
 use crate::distributed::plan::{Placement, Plan};
 
 /// The part of the passes that is the forward pass. A backward pass has twice its operations.
@@ -14,8 +15,12 @@ pub struct PassTimes {
     pub seconds: f64,
     /// `true` if owned parameters are divided inside nodes, and replicated between them.
     pub inside_nodes: bool,
-    /// Bytes of owned parameters that are gathered ahead of their use.
-    pub ahead: usize,
+    /// Bytes of owned parameters that are gathered ahead of their use. `None` for the default of
+    /// [`Layout::with_ahead_mb`](crate::distributed::Layout::with_ahead_mb).
+    pub ahead: Option<usize>,
+    /// Bytes of gradients that are collected and reduced at once. `None` for the default of
+    /// [`Layout::with_in_flight_mb`](crate::distributed::Layout::with_in_flight_mb).
+    pub in_flight: Option<usize>,
     /// Bytes of activations and their gradients that a rank sums up with the ranks that have the
     /// other slices, in both passes together. The passes wait for each of these sums. Rows that are
     /// [exchanged](crate::parallel::exchange) count half, since they are sent once.
@@ -34,6 +39,9 @@ pub struct Passes<'a> {
     of_cut: usize,
     /// For every parameter, the index of its bucket.
     bucket_of: Vec<usize>,
+    /// Bytes that are gathered ahead, and bytes of gradients in flight.
+    ahead: usize,
+    in_flight: usize,
 }
 
 impl<'a> Passes<'a> {
@@ -51,7 +59,17 @@ impl<'a> Passes<'a> {
         for (index, bucket) in plan.buckets().iter().enumerate() {
             bucket.parameters.iter().for_each(|parameter| bucket_of[*parameter] = index);
         }
-        Self { plan, machine, times, bytes, seconds, of_cut, bucket_of }
+        let two_layers = |is_sent: fn(Placement) -> bool| {
+            let sent = parameters.iter().zip(&bytes).enumerate();
+            let sent = sent.filter(|(_, (parameter, _))| is_sent(parameter.placement));
+            bytes_of_two_layers(
+                sent.map(|(p, (parameter, bytes))| (&*parameter.path, bytes / slices(plan, p))),
+            )
+        };
+        let ahead = times.ahead.unwrap_or_else(|| two_layers(Placement::is_owned));
+        let in_flight =
+            times.in_flight.unwrap_or_else(|| two_layers(Placement::reduces_in_backward));
+        Self { plan, machine, times, bytes, seconds, of_cut, bucket_of, ahead, in_flight }
     }
 
     /// Returns the end of the backward pass, and the times at which the gradients of parameters are
@@ -63,45 +81,32 @@ impl<'a> Passes<'a> {
 
     fn forward(&self, wires: &mut Wires) -> f64 {
         let mut published = vec![None; self.plan.buckets().len()];
-        let (mut time, mut ahead) = (0.0, Ahead::new(self.times.ahead, 0.0));
+        let mut gathering = Gathering::new(self, 0..self.bytes.len(), self.times.inside_nodes);
+        let mut time = 0.0;
         for (index, seconds) in self.seconds.iter().enumerate() {
-            let [replicas, gathered] = self.gathered(index);
-            let arrived =
-                self.arrival(wires, &mut published, index).max(wires.gather(0.0, replicas));
-            let asked = ahead.ask(self.owned(index));
-            time = wires.gather(arrived.max(asked), gathered).max(time);
+            let arrived = self.arrival(wires, &mut published, index);
+            time = gathering.arrival(wires, index, time).max(arrived).max(time);
             time = self.summed(wires, time + FORWARD * seconds, index);
-            ahead.used(time);
         }
         time
     }
 
     fn backward(&self, wires: &mut Wires, start: f64) -> (f64, Vec<f64>) {
-        let count = self.bytes.len();
-        let (mut time, mut ahead) = (start, Ahead::new(self.times.ahead, start));
-        let (mut reduced, mut arrived) = (vec![0.0; count], vec![0.0; count]);
+        let mut time = start;
         // A backward pass goes through the layers in reverse.
-        let order: Vec<usize> = (0..count).rev().collect();
-        let mut asked_for = 0;
-        for (position, &index) in order.iter().enumerate() {
-            // The next parameters, in the order of the backward pass.
-            while asked_for < count
-                && (asked_for <= position || ahead.fits(self.owned(order[asked_for])))
-            {
-                let next = order[asked_for];
-                let asked = ahead.ask(self.owned(next));
-                let [_, gathered] = self.gathered(next);
-                arrived[next] = wires.gather(asked, gathered);
-                asked_for += 1;
-            }
-            time = arrived[index].max(time) + (1.0 - FORWARD) * self.seconds[index];
+        let order = || (0..self.bytes.len()).rev();
+        let mut gathering = Gathering::new(self, order(), false);
+        let mut reducing = Reducing::new(self);
+        for index in order() {
+            time = gathering.arrival(wires, index, time).max(time);
+            time += (1.0 - FORWARD) * self.seconds[index];
             time = self.summed(wires, time, index);
-            ahead.used(time);
             if self.plan.parameters()[index].placement.reduces_in_backward() {
-                reduced[index] = wires.reduce(time, self.message(index));
+                time = reducing.add(wires, index, time);
             }
         }
-        (time, reduced)
+        time = reducing.send(wires, time);
+        (time, reducing.reduced)
     }
 
     /// The time at which a new parameter has arrived: with all others of its bucket, if that is
@@ -118,10 +123,15 @@ impl<'a> Passes<'a> {
         })
     }
 
-    /// The message that gathers or reduces a parameter.
-    fn message(&self, index: usize) -> Message {
-        let slices = slices(self.plan, index);
-        self.machine.message(self.bytes[index], self.plan.world_size(), slices)
+    /// The message that gathers or reduces parameters that have as many slices.
+    fn message(&self, indices: &[usize]) -> Message {
+        let bytes = indices.iter().map(|index| self.bytes[*index]).sum();
+        self.machine.message(bytes, self.plan.world_size(), slices(self.plan, indices[0]))
+    }
+
+    /// Bytes of the slices of parameters.
+    fn bytes(&self, indices: &[usize]) -> usize {
+        indices.iter().map(|index| self.bytes[*index] / slices(self.plan, *index)).sum()
     }
 
     /// The end of the sum of activations for a parameter that is cut: a sum for all is one for a
@@ -143,70 +153,121 @@ impl<'a> Passes<'a> {
         self.machine.among_slices(half * (slices as f64 - 1.0) / slices as f64, slices)
     }
 
-    /// The messages of a parameter that is gathered: once, and at every use. The replicas of a part
-    /// exchange it once, and the ranks that share it at every use.
-    fn gathered(&self, index: usize) -> [Message; 2] {
-        match (self.plan.parameters()[index].placement, self.times.inside_nodes) {
-            (Placement::Owned, true) => {
-                let Message { inside, across } = self.message(index);
+    /// The messages of owned parameters that are gathered together: once, and at every use. The
+    /// replicas of a part exchange it once, and the ranks that share it at every use.
+    fn gathered(&self, indices: &[usize]) -> [Message; 2] {
+        let message = self.message(indices);
+        match (self.times.inside_nodes, message) {
+            (true, Message { inside, across }) => {
                 [Message { inside: 0.0, across }, Message { inside, across: 0.0 }]
             }
-            (Placement::Owned, false) => [Message::default(), self.message(index)],
-            (Placement::Reduced | Placement::Replicated, _) => [Message::default(); 2],
-        }
-    }
-
-    /// Bytes of a parameter that has owners.
-    fn owned(&self, index: usize) -> usize {
-        match self.plan.parameters()[index].placement {
-            Placement::Owned => self.bytes[index],
-            Placement::Replicated | Placement::Reduced => 0,
+            (false, message) => [Message::default(), message],
         }
     }
 }
 
-/// Parameters that are gathered ahead of their use, up to a number of bytes.
-struct Ahead {
-    limit: usize,
-    /// Bytes of those that were asked for, and the time of their use, if they were used.
-    asked: Vec<(usize, Option<f64>)>,
-    start: f64,
+/// Owned parameters that are gathered in messages, in the order of their uses.
+struct Gathering<'a> {
+    passes: &'a Passes<'a>,
+    order: Vec<usize>,
+    /// The number of parameters that were asked for.
+    asked: usize,
+    /// Bytes that were asked for and not used.
+    ahead: usize,
+    /// The times at which parameters arrive.
+    arrived: Vec<f64>,
+    /// `true` if replicas exchange new parts before.
+    publishes: bool,
 }
 
-impl Ahead {
-    fn new(limit: usize, start: f64) -> Self {
-        Self { limit, asked: vec![], start }
+impl<'a> Gathering<'a> {
+    fn new(passes: &'a Passes<'a>, order: impl Iterator<Item = usize>, publishes: bool) -> Self {
+        let is_owned = |index: &usize| passes.plan.parameters()[*index].placement.is_owned();
+        let (order, arrived) = (order.filter(is_owned).collect(), vec![0.0; passes.bytes.len()]);
+        Self { passes, order, asked: 0, ahead: 0, arrived, publishes }
     }
 
-    fn outstanding(&self) -> usize {
-        self.asked.iter().filter(|(_, used)| used.is_none()).map(|(bytes, _)| bytes).sum()
-    }
-
-    /// Returns `true` if more bytes are within the limit.
-    fn fits(&self, bytes: usize) -> bool {
-        self.outstanding() + bytes <= self.limit
-    }
-
-    /// The time at which a parameter may be asked for: after the uses of those with which it
-    /// exceeds the limit.
-    fn ask(&mut self, bytes: usize) -> f64 {
-        let mut together = bytes;
-        let mut time = self.start;
-        for (asked, used) in self.asked.iter().rev() {
-            together += asked;
-            if together > self.limit {
-                time = used.unwrap_or(self.start);
-                break;
-            }
+    /// The time at which a parameter has arrived that is used as soon as possible. Those after it
+    /// are asked for.
+    fn arrival(&mut self, wires: &mut Wires, index: usize, time: f64) -> f64 {
+        let Some(position) = self.order.iter().position(|owned| *owned == index) else {
+            return time;
+        };
+        if position == self.asked {
+            self.ask(wires, 1, time);
         }
-        self.asked.push((bytes, None));
+        while let Some(count) = self.next() {
+            self.ask(wires, count, time);
+        }
+        self.ahead -= self.passes.bytes(&[index]);
+        self.arrived[index]
+    }
+
+    /// The number of parameters of the next message, if it is within the limit.
+    fn next(&self) -> Option<usize> {
+        let (passes, rest) = (self.passes, &self.order[self.asked..]);
+        let (first, half) = (*rest.first()?, passes.ahead / 2);
+        let fits = |count: &usize| {
+            let are_alike = slices(passes.plan, rest[count - 1]) == slices(passes.plan, first);
+            are_alike && passes.bytes(&rest[..*count]) <= half
+        };
+        let count = (1..=rest.len()).take_while(fits).last().unwrap_or(1);
+        let bytes = passes.bytes(&rest[..count]);
+        (self.ahead + bytes <= passes.ahead || self.ahead <= half).then_some(count)
+    }
+
+    fn ask(&mut self, wires: &mut Wires, count: usize, time: f64) {
+        let indices = &self.order[self.asked..self.asked + count];
+        let [replicas, gathered] = self.passes.gathered(indices);
+        let published = if self.publishes { wires.gather(0.0, replicas) } else { 0.0 };
+        let arrived = wires.gather(time.max(published), gathered);
+        indices.iter().for_each(|index| self.arrived[*index] = arrived);
+        self.ahead += self.passes.bytes(indices);
+        self.asked += count;
+    }
+}
+
+/// Gradients that are reduced in messages.
+struct Reducing<'a> {
+    passes: &'a Passes<'a>,
+    waiting: Vec<usize>,
+    /// The times at which the messages before have arrived.
+    arrived: Vec<f64>,
+    /// For every parameter, the time at which its gradient is reduced.
+    reduced: Vec<f64>,
+}
+
+impl<'a> Reducing<'a> {
+    fn new(passes: &'a Passes<'a>) -> Self {
+        Self { passes, waiting: vec![], arrived: vec![], reduced: vec![0.0; passes.bytes.len()] }
+    }
+
+    /// Adds a gradient. Returns the time at which the backward pass goes on.
+    fn add(&mut self, wires: &mut Wires, index: usize, mut time: f64) -> f64 {
+        let (passes, half) = (self.passes, self.passes.in_flight / 2);
+        let is_alike = |other: &usize| slices(passes.plan, *other) == slices(passes.plan, index);
+        let are_alike = self.waiting.iter().all(is_alike);
+        if !are_alike || passes.bytes(&self.waiting) + passes.bytes(&[index]) > half {
+            time = self.send(wires, time);
+        }
+        self.waiting.push(index);
+        if passes.bytes(&self.waiting) >= half { self.send(wires, time) } else { time }
+    }
+
+    /// Sends the gradients that wait, once the message before has arrived; with sums between nodes,
+    /// which start after those inside, the one before that.
+    fn send(&mut self, wires: &mut Wires, time: f64) -> f64 {
+        if self.waiting.is_empty() {
+            return time;
+        }
+        let behind = if self.passes.times.inside_nodes { 2 } else { 1 };
+        let before = self.arrived.iter().rev().nth(behind - 1);
+        let time = before.map_or(time, |arrived| arrived.max(time));
+        let arrived = wires.reduce(time, self.passes.message(&self.waiting));
+        self.arrived.push(arrived);
+        for index in self.waiting.drain(..) {
+            self.reduced[index] = arrived;
+        }
         time
-    }
-
-    /// Marks the first that was not used as used.
-    fn used(&mut self, time: f64) {
-        if let Some((_, used)) = self.asked.iter_mut().find(|(_, used)| used.is_none()) {
-            *used = Some(time);
-        }
     }
 }

@@ -21,7 +21,13 @@ fn machine(bandwidth: f64, latency: f64, elementwise: f64) -> Machine {
 }
 
 /// A step without passes.
-const STEP: PassTimes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0, activations: 0 };
+const STEP: PassTimes = PassTimes {
+    seconds: 0.0,
+    inside_nodes: false,
+    ahead: Some(0),
+    in_flight: Some(0),
+    activations: 0,
+};
 
 #[test]
 fn without_communication_a_step_takes_the_time_of_the_busiest_rank() {
@@ -70,7 +76,7 @@ fn the_timelines_of_owned_and_reduced_parameters_equal_calculations_by_hand() {
     let slow = machine(64.0, 0.0, 1.0);
     let time = |placement, ahead| {
         let (plan, costs) = placed(placement, 256);
-        let passes = PassTimes { seconds: 18.0, inside_nodes: false, ahead, activations: 0 };
+        let passes = PassTimes { seconds: 18.0, ahead: Some(ahead), ..STEP };
         timeline(&plan, &costs, &slow, &passes)
     };
     // The last reduction is not hidden, and each rank updates its matrix. Flags of two parameters
@@ -102,7 +108,7 @@ fn nodes_divide_what_crosses_between_them() {
     let plan = plan(&parameters, 4, Balancing::Greedy, &costs);
     let [inside, links] = [256.0, 16.0].map(|bandwidth| Links { bandwidth, latency: 0.0 });
     let machine = Machine { links, node: Some((2, inside)), elementwise: 1.0 };
-    let passes = PassTimes { seconds: 0.0, inside_nodes: true, ahead: 0, activations: 0 };
+    let passes = PassTimes { inside_nodes: true, ..STEP };
     let path = timeline(&plan, &costs, &machine, &passes);
     // Inside, half of 256 bytes, three times; across, half of 128 bytes, twice: for the new part
     // and for the sum.
@@ -133,7 +139,7 @@ fn the_timeline_of_slices_equals_a_calculation_by_hand() {
     let costs = Costs::new([([8, 8], ShapeCost { fixed: 0.0, each: 4.0 })]);
     let parameters = [Parameter { slices, ..stack("a", 1, [8, 8]) }];
     let total = |ranks: usize, activations: usize| {
-        let passes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0, activations };
+        let passes = PassTimes { activations, ..STEP };
         let plan = plan(&parameters, ranks, Balancing::Greedy, &costs);
         timeline(&plan, &costs, &machine(64.0, 0.0, 1.0), &passes).total
     };
@@ -260,15 +266,18 @@ fn timelines_are_those_of_a_simulation_layer_by_layer() {
                 let plan = Plan::new(placed(placement), ranks, &config, &costs).unwrap();
                 let machine = Machine { links: Layers::ACROSS, node, elementwise: f64::INFINITY };
                 let seconds = simulated.seconds;
-                let passes = PassTimes { seconds, inside_nodes: true, ahead, activations: 0 };
+                let passes =
+                    PassTimes { seconds, inside_nodes: true, ahead, ..PassTimes::default() };
                 timeline(&plan, &costs, &machine, &passes).total
             };
             let nodes = Some((Layers::NODE, Layers::INSIDE));
-            let ahead = 2 * bytes[0] as usize;
+            // By default as well: there are no lists, and no parameter is larger than a layer.
+            let ahead = Some(2 * bytes[0] as usize);
             let pairs = [
-                (total(Placement::Replicated, None, 0), simulated.flat()),
-                (total(Placement::Reduced, nodes, 0), simulated.hidden(false)),
+                (total(Placement::Replicated, None, ahead), simulated.flat()),
+                (total(Placement::Reduced, nodes, ahead), simulated.hidden(false)),
                 (total(Placement::Owned, nodes, ahead), simulated.hidden(true)),
+                (total(Placement::Owned, nodes, None), simulated.hidden(true)),
             ];
             for (index, (total, expected)) in pairs.into_iter().enumerate() {
                 let [part, expected] = [total, expected].map(|time| simulated.seconds / time);

@@ -63,6 +63,8 @@ impl Passes {
         for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
             (uses.sum, uses.micro_batches) = (None, None);
         }
+        // A bucket that is not full: no rank has sent it.
+        state.buckets.clear();
         state.bytes.sums = 0;
         // The calls that were made must still be matched by the other ranks.
         let outcome = self.end_pass(&mut state);
@@ -73,6 +75,7 @@ impl Passes {
 
     /// Waits for all calls, and compares them with the other ranks' calls.
     pub(super) fn end_pass(&self, state: &mut PassState) -> Result<()> {
+        self.attempt(state, |state| self.send_buckets(state));
         // After a failure there is nothing to wait for: the world has ended.
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {

@@ -8,7 +8,6 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 
 use super::Passes;
-use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_if_trained};
@@ -92,27 +91,6 @@ impl Passes {
         }
     }
 
-    /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
-    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
-    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
-    /// that is waited for.
-    ///
-    /// # Errors
-    ///
-    /// As every collective.
-    pub fn publish_later(
-        &self,
-        parameter: &PassParameter,
-        shard: Tensor<1>,
-    ) -> Result<Option<Pending>> {
-        if self.replicas(parameter).size() == 1 {
-            // No message: the shard is the part.
-            return self.publish(parameter, shard).map(Some);
-        }
-        self.publish_at_first_use(parameter, shard)?;
-        Ok(None)
-    }
-
     /// The part in place of a placeholder, with a value that is waited for at its first use.
     pub fn part_at_first_use<const D: usize>(
         self: &Arc<Self>,
@@ -135,24 +113,6 @@ impl Passes {
             }
         };
         Param::uninitialized(id, take, device, is_trained, shape)
-    }
-
-    /// Starts to make this rank's new part of a parameter from its shards, which the ranks with
-    /// replicas of the part have updated.
-    ///
-    /// # Errors
-    ///
-    /// As every collective.
-    pub fn publish(&self, parameter: &PassParameter, shard: Tensor<1>) -> Result<Pending> {
-        if parameter.part_count() == 0 {
-            // A parameter has an element at least.
-            return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), parameter.dtype))));
-        }
-        let replicas = self.replicas(parameter);
-        if replicas.size() == 1 {
-            return Ok(Pending::ready(shard));
-        }
-        replicas.all_gather(shard, &parameter.shard_counts().to_vec())
     }
 }
 

@@ -2,11 +2,26 @@
 
 use burn::tensor::Tensor;
 
-use super::state::{Ahead, Flight, PassState, Uses, Values};
-use super::{GATHERING, Passes};
+use super::message::Message;
+use super::state::{Ahead, Arrived, Flight, PassState, Uses, Values};
+use super::{GATHERING, Limits, Passes};
+use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::pass_calls::Event;
+use crate::distributed::plan::Counts;
 use crate::error::Result;
+use crate::slices;
+
+/// A part to be gathered, and its values: `None` if they have no identity before their first use.
+type Part = (Option<Values>, Tensor<1>);
+
+/// The kind of a pass, of which the parts are known that were used last.
+#[derive(Clone, Copy)]
+enum Purpose {
+    Training,
+    /// Without gradients.
+    Evaluation,
+}
 
 impl Passes {
     /// The whole for a forward pass.
@@ -16,7 +31,9 @@ impl Passes {
         // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
         state.uses[parameter.index].part = Some(part.clone());
-        self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
+        self.gathered(&mut state, parameter, part, |state| {
+            self.start_next(state, &next, Purpose::Training)
+        })
     }
 
     /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
@@ -37,7 +54,9 @@ impl Passes {
         let before = state.uses[parameter.index].evaluated.replace(part.clone());
         let is_known = before.is_some_and(|(values, _)| values == part.0);
         let next = if is_known { next } else { vec![] };
-        self.gathered(&mut state, parameter, part, |state| self.start_next_evaluated(state, &next))
+        self.gathered(&mut state, parameter, part, |state| {
+            self.start_next(state, &next, Purpose::Evaluation)
+        })
     }
 
     /// The whole for a backward pass.
@@ -56,7 +75,9 @@ impl Passes {
         }
         let next = state.orders.backward.next(parameter.index).to_vec();
         state.uses[parameter.index].part = Some(part.clone());
-        self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
+        self.gathered(&mut state, parameter, part, |state| {
+            self.start_next(state, &next, Purpose::Training)
+        })
     }
 
     /// The whole, or NaN after a failure. Starts to gather the parameters that are used next.
@@ -75,8 +96,10 @@ impl Passes {
             loop {
                 // Other calls may be before it in the queue, reductions among them: they are landed
                 // in their order.
-                if let Some(Ahead { whole: Some(_), .. }) = &state.uses[parameter.index].ahead {
-                    return Ok(state.take_ahead(parameter).expect("the whole was found above"));
+                if let Some(Arrived { buffer, starts }) = state.take_ahead(parameter) {
+                    let whole = parameter.whole(&buffer, &starts);
+                    ensure_computed(&parameter.path, &whole)?;
+                    return Ok(whole);
                 }
                 self.land(state)?;
             }
@@ -95,80 +118,131 @@ impl Passes {
             Some(ahead) if ahead.part == Some(values) => return Ok(()),
             Some(_) => {
                 // The part of another model, such as an average of the weights.
-                while state.uses[parameter.index]
-                    .ahead
-                    .as_ref()
-                    .is_some_and(|ahead| ahead.whole.is_none())
-                {
+                let uses = |state: &PassState| state.uses[parameter.index].ahead.is_some();
+                while state.take_ahead(parameter).is_none() && uses(state) {
                     self.land(state)?;
                 }
-                state.take_ahead(parameter);
             }
             None => {}
         }
-        self.start_gathering(state, parameter, Some(values), part)
+        self.start_gathering(state, vec![(parameter.index, (Some(values), part))])
     }
 
-    fn start_gathering(
-        &self,
-        state: &mut PassState,
-        parameter: &PassParameter,
-        values: Option<Values>,
-        part: Tensor<1>,
-    ) -> Result<()> {
-        let sharing = self.groups.of(parameter).sharing.comm();
+    /// Starts to gather parameters in one message.
+    fn start_gathering(&self, state: &mut PassState, parts: Vec<(usize, Part)>) -> Result<()> {
+        let indices: Vec<usize> = parts.iter().map(|(index, _)| *index).collect();
+        let first = &self.parameters[indices[0]];
+        let message = self.message(&indices, PassParameter::part_counts);
         // Without the element that stands for an empty part: the counts say how many each rank
         // sends.
-        let pending = sharing.all_gather(parameter.sent(&part), &parameter.part_counts().to_vec());
-        let pending = pending.map_err(|error| parameter.in_action(GATHERING, error))?;
-        state.events.push(Event::Gather(parameter.index));
-        state.flights.push_back(Flight::Gathering(parameter.index, pending));
-        state.bytes.ahead += parameter.bytes();
+        let sent = parts.iter().map(|(index, (_, part))| self.parameters[*index].sent(part));
+        let sent = slices::concat(sent.collect(), first.dtype, &parts[0].1.1.device());
+        let sharing = self.groups.of(first).sharing.comm();
+        let pending = sharing.all_gather(sent, &message.totals());
+        let pending = pending.map_err(|error| self.in_action(GATHERING, &indices, error))?;
+        for (index, (part, _)) in parts {
+            state.events.push(Event::Gather(index));
+            state.bytes.ahead += self.parameters[index].bytes();
+            // Set at the start: a second use before it arrives finds it and makes no second call.
+            state.uses[index].ahead = Some(Ahead { part, arrived: None });
+        }
+        state.flights.push_back(Flight::Gathering(indices, message, pending));
         state.observe();
-        // Set at the start: a second use before it arrives finds it and makes no second call.
-        state.uses[parameter.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
     }
 
-    /// Starts to gather the parameters that are used next, as far as the limit allows.
-    fn start_next(&self, state: &mut PassState, next: &[usize]) -> Result<()> {
-        for index in next {
-            let parameter = &self.parameters[*index];
-            // On its way already, by an earlier use.
-            if state.uses[*index].ahead.is_some() {
-                continue;
-            }
-            // All ranks have the same limit and order, so all of them stop at the same call.
-            if state.bytes.ahead + parameter.bytes() > self.limits.ahead {
-                return Ok(());
-            }
-            self.land_publication(state, parameter)?;
-            let Uses { part, published, .. } = &state.uses[*index];
-            // The part of this pass before the last step's: an older model may be in use.
-            let (id, part) = match (part.clone(), published.clone()) {
-                (Some((id, part)), _) => (Some(id), part),
-                (None, Some(part)) => (None, part),
-                (None, None) => return Ok(()),
-            };
-            self.start_gathering(state, parameter, id, part)?;
-        }
-        Ok(())
+    /// The message of parameters, of which every rank has this many elements.
+    pub(super) fn message(
+        &self,
+        indices: &[usize],
+        counts: fn(&PassParameter) -> &Counts,
+    ) -> Message {
+        Message::of(indices.iter().map(|index| counts(&self.parameters[*index])))
     }
 
-    /// [`start_next`](Self::start_next) in a pass without gradients.
-    fn start_next_evaluated(&self, state: &mut PassState, next: &[usize]) -> Result<()> {
-        for index in next {
-            let (parameter, uses) = (&self.parameters[*index], &state.uses[*index]);
-            // A part that was not evaluated yet is unknown here, and known only at its use.
-            let Some((values, part)) = uses.evaluated.clone().filter(|_| uses.ahead.is_none())
-            else {
-                continue;
-            };
-            if state.bytes.ahead + parameter.bytes() > self.limits.ahead {
+    /// Starts to gather the parameters that are used next, as far as the limit allows. All ranks
+    /// have the same limit and order, so all of them stop at the same call.
+    fn start_next(&self, state: &mut PassState, next: &[usize], purpose: Purpose) -> Result<()> {
+        let mut rest = next;
+        loop {
+            let (indices, after) = self.next_message(state, rest, purpose);
+            let bytes: usize = indices.iter().map(|index| self.parameters[*index].bytes()).sum();
+            let Limits { ahead, .. } = self.limits;
+            // The second of a parameter that is larger than half of the limit.
+            let fits = state.bytes.ahead + bytes <= ahead || state.bytes.ahead <= ahead / 2;
+            if indices.is_empty() || !fits {
                 return Ok(());
             }
-            self.start_gathering(state, parameter, Some(values), part)?;
+            for message in self.in_messages(indices) {
+                let mut parts = vec![];
+                for index in message {
+                    let part = self.last_part(state, index, purpose)?;
+                    parts.push((index, part.expect("the parts of a message are known")));
+                }
+                self.start_gathering(state, parts)?;
+            }
+            rest = after;
         }
-        Ok(())
+    }
+
+    /// The first of some parameters that go in one message, and those after them. While the last
+    /// message is used up, this one is on its way: each has at most half of the bytes of the limit,
+    /// or one parameter.
+    fn next_message<'a>(
+        &self,
+        state: &PassState,
+        next: &'a [usize],
+        purpose: Purpose,
+    ) -> (Vec<usize>, &'a [usize]) {
+        let (mut indices, mut bytes) = (vec![], 0);
+        for (position, index) in next.iter().enumerate() {
+            let is_on_its_way = state.uses[*index].ahead.is_some() || indices.contains(index);
+            if is_on_its_way || !state.knows_part(*index, purpose) {
+                continue;
+            }
+            let more = self.parameters[*index].bytes();
+            if !indices.is_empty() && bytes + more > self.limits.ahead / 2 {
+                return (indices, &next[position..]);
+            }
+            indices.push(*index);
+            bytes += more;
+        }
+        (indices, &[])
+    }
+
+    /// The part of a parameter that a pass of a kind will most likely use.
+    fn last_part(
+        &self,
+        state: &mut PassState,
+        index: usize,
+        purpose: Purpose,
+    ) -> Result<Option<Part>> {
+        let identified = |(values, part)| (Some(values), part);
+        match purpose {
+            Purpose::Training => {
+                self.land_publication(state, &self.parameters[index])?;
+                let Uses { part, published, .. } = &state.uses[index];
+                // The part of this pass before the last step's: an older model may be in use.
+                let part = part.clone().map(identified);
+                Ok(part.or_else(|| published.clone().map(|part| (None, part))))
+            }
+            Purpose::Evaluation => Ok(state.uses[index].evaluated.clone().map(identified)),
+        }
+    }
+}
+
+impl PassState {
+    /// Returns `true` if the part is known that a pass of a kind will most likely use. One that was
+    /// not used yet is known only at its use.
+    fn knows_part(&self, index: usize, purpose: Purpose) -> bool {
+        let Uses { part, published, evaluated, .. } = &self.uses[index];
+        match purpose {
+            Purpose::Training => {
+                let is_publishing =
+                    || self.publishing.iter().any(|publishing| publishing.is_of(index));
+                part.is_some() || published.is_some() || is_publishing()
+            }
+            Purpose::Evaluation => evaluated.is_some(),
+        }
     }
 }

@@ -2,33 +2,92 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{PassState, Uses, Values};
+use super::state::{PassState, Publishing, Uses, Values};
 use super::{PUBLISHING, Passes};
+use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::error::Result;
 use crate::link::identity;
+use crate::slices;
 
 impl Passes {
-    /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
-    /// the result.
-    pub(super) fn publish_at_first_use(
-        &self,
-        parameter: &PassParameter,
-        shard: Tensor<1>,
-    ) -> Result<()> {
-        if parameter.part_count() == 0 {
-            // A parameter has an element at least, which may be sent ahead as those of other ranks.
-            let part = Tensor::zeros([1], (&shard.device(), parameter.dtype));
-            self.state().uses[parameter.index].published = Some(part);
-            return Ok(());
+    /// Starts to make this rank's new parts of parameters from its shards of them, which the ranks
+    /// with replicas of the parts have updated. The parameters are in one
+    /// [message](Self::in_messages). All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn publish(&self, shards: Vec<(usize, Tensor<1>)>) -> Result<Publishing> {
+        let (of, shards): (Vec<usize>, Vec<Tensor<1>>) = shards.into_iter().unzip();
+        let replicas = self.replicas(&self.parameters[of[0]]);
+        if replicas.size() == 1 {
+            let part = |(index, shard): (usize, Tensor<1>)| {
+                let device = shard.device();
+                (index, self.part_or_element(index, &device, || shard))
+            };
+            return Ok(Publishing::Here(of.into_iter().zip(shards).map(part).collect()));
         }
-        let pending =
-            // Started outside of the lock: an engine may wait here for other ranks.
-            self.replicas(parameter).all_gather(shard, &parameter.shard_counts().to_vec())?;
-        let mut state = self.state();
-        state.publishing.push_back((parameter.index, pending));
-        state.observe();
-        Ok(())
+        let message = self.message(&of, PassParameter::shard_counts);
+        let totals = message.totals();
+        let dtype = self.parameters[of[0]].dtype;
+        let sent = slices::concat(shards.clone(), dtype, &shards[0].device());
+        drop(shards);
+        let pending = match totals.iter().sum::<usize>() {
+            // No replica has anything of the parts.
+            0 => Pending::ready(sent),
+            // Outside of the lock: an engine may wait here for other ranks.
+            _ => replicas.all_gather(sent, &totals)?,
+        };
+        Ok(Publishing::Sent { of, message, pending })
+    }
+
+    /// Has the first use of new parts wait for them. Returns those that are here already. All ranks
+    /// do the same, also those that have nothing of the parameters: Burn's clones share a value
+    /// that is waited for.
+    pub fn publish_later(&self, publishing: Publishing) -> Option<Publishing> {
+        match publishing {
+            Publishing::Here(_) => Some(publishing),
+            Publishing::Sent { .. } => {
+                let mut state = self.state();
+                state.publishing.push_back(publishing);
+                state.observe();
+                None
+            }
+        }
+    }
+
+    /// Waits for new parts.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn published(&self, publishing: Publishing) -> Result<Vec<(usize, Tensor<1>)>> {
+        let (of, message, pending) = match publishing {
+            Publishing::Here(parts) => return Ok(parts),
+            Publishing::Sent { of, message, pending } => (of, message, pending),
+        };
+        let buffer = pending.wait();
+        let buffer = buffer.map_err(|error| self.in_action(PUBLISHING, &of, error))?;
+        let device = buffer.device();
+        let part = |(position, index): (usize, usize)| {
+            (index, self.part_or_element(index, &device, || message.unpack(&buffer, position)))
+        };
+        Ok(of.into_iter().enumerate().map(part).collect())
+    }
+
+    /// A part, or an element in place of none, since a parameter has an element at least.
+    fn part_or_element(
+        &self,
+        index: usize,
+        device: &Device,
+        part: impl FnOnce() -> Tensor<1>,
+    ) -> Tensor<1> {
+        let parameter = &self.parameters[index];
+        match parameter.part_count() {
+            0 => Tensor::zeros([1], (device, parameter.dtype)),
+            _ => part(),
+        }
     }
 
     /// This rank's new part of a parameter, or NaN after a failure.
@@ -50,11 +109,11 @@ impl Passes {
         parameter: &PassParameter,
     ) -> Result<()> {
         // In the order of the calls: earlier publications arrive on the way.
-        while state.publishing.iter().any(|(index, _)| *index == parameter.index) {
-            let (index, pending) = state.publishing.pop_front().expect("one was found above");
-            let part = pending.wait();
-            let part = part.map_err(|error| self.parameters[index].in_action(PUBLISHING, error))?;
-            state.uses[index].published = Some(part);
+        while state.publishing.iter().any(|publishing| publishing.is_of(parameter.index)) {
+            let oldest = state.publishing.pop_front().expect("one was found above");
+            for (index, part) in self.published(oldest)? {
+                state.uses[index].published = Some(part);
+            }
         }
         Ok(())
     }
@@ -62,10 +121,11 @@ impl Passes {
     /// Waits for all parts that are on their way.
     pub fn finish_publication(&self) -> Result<()> {
         let mut state = self.state();
-        // The last one brings all before it.
-        while let Some((index, _)) = state.publishing.back() {
-            let parameter = &self.parameters[*index];
-            self.attempt(&mut state, |state| self.land_publication(state, parameter));
+        while let Some(oldest) = state.publishing.pop_front() {
+            let parts = self.attempt(&mut state, |_| self.published(oldest));
+            for (index, part) in parts.into_iter().flatten() {
+                state.uses[index].published = Some(part);
+            }
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }

@@ -1,4 +1,7 @@
 //! The reduction of gradients to their owners, while the backward pass goes on.
+//!
+//! Gradients are collected in the order in which they are computed, and sent in one message when
+//! their bytes are half of the limit of those in flight. So all ranks cut the same buckets.
 
 use std::sync::Arc;
 
@@ -6,8 +9,8 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::state::{Flight, LeafUses, PassState, Uses, added};
-use super::{Passes, REDUCING};
+use super::state::{Flight, Gradient, LeafUses, PassState, Reduction, Uses, added};
+use super::{Passes, REDUCING, SharingGroup};
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
@@ -43,7 +46,7 @@ impl Passes {
         });
     }
 
-    /// Starts to reduce the gradient of a value, if it has one.
+    /// Reduces the gradient of a value together with its bucket, if it has one.
     pub(super) fn start_reducing(
         &self,
         state: &mut PassState,
@@ -67,34 +70,119 @@ impl Passes {
             (Some(sum), None) | (None, Some(sum)) => sum,
             (None, None) => return Ok(()),
         };
-        // The elements in the order of their owners.
         let parts = parameter.parts(sum);
         ensure_computed(&parameter.path, &parts)?;
-        // Not by the bytes of the calls: an owner also holds what it receives, and all ranks have
-        // to wait at the same places.
-        let sent = parameter.most_elements() * parts.dtype().size();
-        state.uses[parameter.index].sent = sent;
-        while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
-            self.land(state)?;
+        let bytes = parameter.most_elements() * parts.dtype().size();
+        // While a bucket is collected, the one before is on its way: both are within the limit.
+        let of_bucket = self.limits.in_flight / 2;
+        if state.waiting_bytes() + bytes > of_bucket {
+            self.send_buckets(state)?;
         }
-        // The ranks with the same slice; the replicas of this part follow in `land_flight`.
-        let sharing = self.groups.of(parameter).sharing.comm();
-        let pending = sharing.reduce_scatter_f32(parts, &parameter.part_counts().to_vec());
-        let pending = pending.map_err(|error| parameter.in_action(REDUCING, error))?;
-        state.bytes.reducing += pending.bytes();
+        let gradient = Gradient { index: parameter.index, leaf, parts, bytes };
+        self.add_to_bucket(state, gradient);
         state.observe();
-        // After the call was accepted: a failed start is not a call that other ranks have to match.
-        state.events.push(Event::Reduce(parameter.index));
-        state.flights.push_back(Flight::Reducing(parameter.index, leaf, pending));
+        // Not with the next gradient only: a large one is on its way at once.
+        match state.waiting_bytes() >= of_bucket {
+            true => self.send_buckets(state),
+            false => Ok(()),
+        }
+    }
+
+    /// Adds a gradient to the bucket of its type and of the axes along which its parameter is cut.
+    fn add_to_bucket(&self, state: &mut PassState, gradient: Gradient) {
+        let kind =
+            |gradient: &Gradient| (self.parameters[gradient.index].axes(), gradient.parts.dtype());
+        match state.buckets.iter_mut().find(|bucket| kind(&bucket[0]) == kind(&gradient)) {
+            Some(bucket) => bucket.push(gradient),
+            None => state.buckets.push_back(vec![gradient]),
+        }
+    }
+
+    /// Sends the gradients that were collected, once those before them have arrived.
+    pub(super) fn send_buckets(&self, state: &mut PassState) -> Result<()> {
+        if state.buckets.is_empty() {
+            return Ok(());
+        }
+        let is_reduction = |flight: &Flight| matches!(flight, Flight::Reducing(_));
+        let before = state.flights.iter().rposition(is_reduction).map_or(0, |last| last + 1);
+        // Only those that are there now: sums among replicas, which start on the way, have the time
+        // of the next bucket.
+        (0..before).try_for_each(|_| self.land(state))?;
+        while let Some(bucket) = state.buckets.pop_front() {
+            self.send_bucket(state, bucket)?;
+        }
         Ok(())
     }
 
-    pub(super) fn keep_mean(
+    /// Starts the sum of gradients among the ranks with the same slice. Sums among the replicas of
+    /// a part follow when it lands.
+    fn send_bucket(&self, state: &mut PassState, bucket: Vec<Gradient>) -> Result<()> {
+        let bucket = bucket.into_iter().map(|gradient| {
+            let Gradient { index, leaf, parts, .. } = gradient;
+            ((index, leaf), parts)
+        });
+        let (of, parts): (Vec<(usize, u64)>, Vec<Tensor<1>>) = bucket.unzip();
+        let indices = indices(&of);
+        let sharing = self.groups.of(&self.parameters[indices[0]]).sharing.comm();
+        if sharing.size() == 1 {
+            // Nothing to send: the sum among replicas is the only one, and starts now.
+            indices.into_iter().for_each(|index| state.events.push(Event::Reduce(index)));
+            let sums = parts.into_iter().map(|sum| {
+                let dtype = precise_dtype(sum.dtype());
+                sum.cast(dtype)
+            });
+            return self.sum_among_replicas(state, of, sums.collect());
+        }
+        let message = self.message(&indices, PassParameter::part_counts);
+        let pending = sharing.reduce_scatter_f32(message.pack(parts), &message.totals());
+        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        // After the call was accepted: a failed start is not a call that other ranks have to match.
+        indices.into_iter().for_each(|index| state.events.push(Event::Reduce(index)));
+        state.fly(Reduction { of, message, among_replicas: false, pending });
+        Ok(())
+    }
+
+    /// Starts the sum of sums among the replicas of this rank's parts, whose links may be slower.
+    /// Without replicas, the sums are complete.
+    fn sum_among_replicas(
         &self,
         state: &mut PassState,
-        (index, leaf): (usize, u64),
-        sum: Tensor<1>,
-    ) {
+        of: Vec<(usize, u64)>,
+        sums: Vec<Tensor<1>>,
+    ) -> Result<()> {
+        let indices = indices(&of);
+        let replicas = self.replicas(&self.parameters[indices[0]]);
+        if replicas.size() == 1 {
+            of.into_iter().zip(sums).for_each(|(of, sum)| self.keep_mean(state, of, sum));
+            return Ok(());
+        }
+        let message = self.message(&indices, PassParameter::shard_counts);
+        let pending = replicas.reduce_scatter_f32(message.pack(sums), &message.totals());
+        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        // At the end of the queue, as on all ranks: the second stage is a call like any other.
+        state.fly(Reduction { of, message, among_replicas: true, pending });
+        Ok(())
+    }
+
+    /// Waits for sums of gradients.
+    pub(super) fn land_reduction(
+        &self,
+        state: &mut PassState,
+        Reduction { of, message, among_replicas, pending }: Reduction,
+    ) -> Result<()> {
+        let indices = indices(&of);
+        let SharingGroup { sharing, replicas } = self.groups.of(&self.parameters[indices[0]]);
+        state.bytes.reducing -= pending.bytes();
+        let sum = pending.wait().map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        if among_replicas {
+            let sums = message.split(sum, replicas.rank());
+            of.into_iter().zip(sums).for_each(|(of, sum)| self.keep_mean(state, of, sum));
+            return Ok(());
+        }
+        self.sum_among_replicas(state, of, message.split(sum, sharing.rank()))
+    }
+
+    fn keep_mean(&self, state: &mut PassState, (index, leaf): (usize, u64), sum: Tensor<1>) {
         // By all ranks, also where a sum was taken in two stages.
         let mean = sum.div_scalar(self.parameters[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
@@ -133,8 +221,7 @@ impl Passes {
         let state = self.state();
         let has_gradient = |parameter: &&Arc<PassParameter>| {
             let mut leaves = state.uses[parameter.index].leaves.iter();
-            let is_reducing = |flight: &Flight| flight.reduced() == Some(parameter.index);
-            leaves.any(LeafUses::has_gradient) || state.flights.iter().any(is_reducing)
+            leaves.any(LeafUses::has_gradient) || state.is_reducing(parameter.index)
         };
         self.parameters.iter().find(has_gradient).map(|parameter| &**parameter)
     }
@@ -149,6 +236,11 @@ impl Passes {
         };
         self.parameters.iter().find(is_among).map(|parameter| &**parameter)
     }
+}
+
+/// The parameters of gradients.
+fn indices(of: &[(usize, u64)]) -> Vec<usize> {
+    of.iter().map(|(index, _)| *index).collect()
 }
 
 /// This rank's shard of the mean of a parameter's gradient over ranks.

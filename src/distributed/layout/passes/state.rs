@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use burn::module::ParamId;
 use burn::tensor::Tensor;
 
+use super::message::Message;
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Version;
@@ -16,11 +17,58 @@ use crate::slices::bytes;
 /// A collective that was started and is not finished.
 #[derive(Debug)]
 pub enum Flight {
-    Gathering(usize, Pending),
-    /// The sum of the gradient of a value among the ranks that share the parameter.
-    Reducing(usize, u64, Pending),
-    /// The sum of these sums among replicas.
-    ReducingReplicas(usize, u64, Pending),
+    /// Parameters that are gathered in one message.
+    Gathering(Vec<usize>, Message, Pending),
+    Reducing(Reduction),
+}
+
+/// Gradients that are summed up in one message.
+#[derive(Debug)]
+pub struct Reduction {
+    /// The parameters, and the values whose gradients they are.
+    pub of: Vec<(usize, u64)>,
+    pub message: Message,
+    /// `true` for the sum among replicas of the sums of ranks that share the parameters.
+    pub among_replicas: bool,
+    pub pending: Pending,
+}
+
+/// New parts of parameters, from the shards that ranks have updated.
+#[derive(Debug)]
+pub enum Publishing {
+    /// There are no replicas: the shards are the parts.
+    Here(Vec<(usize, Tensor<1>)>),
+    /// Exchanged in one message.
+    Sent { of: Vec<usize>, message: Message, pending: Pending },
+}
+
+impl Publishing {
+    /// Returns `true` if it has the part of a parameter.
+    pub fn is_of(&self, index: usize) -> bool {
+        match self {
+            Self::Here(parts) => parts.iter().any(|(of, _)| *of == index),
+            Self::Sent { of, .. } => of.contains(&index),
+        }
+    }
+
+    /// Bytes of the buffers of the message.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Here(_) => 0,
+            Self::Sent { pending, .. } => pending.bytes(),
+        }
+    }
+}
+
+/// The gradient of a value that is to be reduced.
+#[derive(Debug)]
+pub struct Gradient {
+    pub index: usize,
+    pub leaf: u64,
+    /// The elements in the order of their owners.
+    pub parts: Tensor<1>,
+    /// Bytes of the largest slice, the same on all ranks.
+    pub bytes: usize,
 }
 
 /// Bytes that forward and backward passes hold at one time.
@@ -46,8 +94,10 @@ impl PassBytes {
 #[derive(Debug, Default)]
 pub struct PassState {
     pub flights: VecDeque<Flight>,
+    /// The gradients that wait for others. A bucket will be sent in one message.
+    pub buckets: VecDeque<Vec<Gradient>>,
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
-    pub publishing: VecDeque<(usize, Pending)>,
+    pub publishing: VecDeque<Publishing>,
     pub uses: Vec<Uses>,
     pub bytes: HeldBytes,
     pub orders: UseOrders,
@@ -114,8 +164,6 @@ pub struct Uses {
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     pub leaves: Vec<LeafUses>,
-    /// Bytes of the last gradient that was reduced, the same on all ranks.
-    pub sent: usize,
     /// The identity under which its last gradient was returned.
     pub returned: Option<ParamId>,
 }
@@ -196,17 +244,28 @@ pub enum Values {
 pub struct Ahead {
     /// The values that it was gathered from. `None` for a part that was not used yet.
     pub part: Option<Values>,
-    pub whole: Option<Tensor<1>>,
+    pub arrived: Option<Arrived>,
+}
+
+/// The parts of a parameter in the buffer of a message, which may have other parameters as well.
+#[derive(Debug)]
+pub struct Arrived {
+    pub buffer: Tensor<1>,
+    /// The position of every rank's part.
+    pub starts: Vec<usize>,
 }
 
 impl Drop for PassState {
     /// Waits for all that was not used, since the other ranks take part in it.
     fn drop(&mut self) {
-        let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
+        let publishing = self.publishing.drain(..).filter_map(|publishing| match publishing {
+            Publishing::Here(_) => None,
+            Publishing::Sent { pending, .. } => Some(pending),
+        });
         let flights = self.flights.drain(..).map(|flight| match flight {
-            Flight::Gathering(_, pending)
-            | Flight::Reducing(_, _, pending)
-            | Flight::ReducingReplicas(_, _, pending) => pending,
+            Flight::Gathering(_, _, pending) | Flight::Reducing(Reduction { pending, .. }) => {
+                pending
+            }
         });
         // After a failure there is nothing to wait for.
         _ = publishing.chain(flights).try_for_each(|pending| pending.wait().map(drop));
@@ -215,19 +274,37 @@ impl Drop for PassState {
 
 impl PassState {
     pub fn held(&self) -> PassBytes {
-        let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
+        let publishing = self.publishing.iter().map(Publishing::bytes).sum();
+        let waiting: usize = self.waiting().map(|gradient| bytes(&gradient.parts)).sum();
         let HeldBytes { ahead, kept, reducing, sums, means, .. } = self.bytes;
-        PassBytes { gathered: ahead + kept, in_flight: reducing + sums, means, publishing }
+        let in_flight = reducing + sums + waiting;
+        PassBytes { gathered: ahead + kept, in_flight, means, publishing }
     }
 
-    pub fn is_reducing(&self) -> bool {
-        self.flights.iter().any(|flight| flight.reduced().is_some())
+    /// The gradients that wait for others.
+    fn waiting(&self) -> impl Iterator<Item = &Gradient> {
+        self.buckets.iter().flatten()
     }
 
-    /// Bytes of the gradients that are being reduced, without those that a rank receives.
-    pub fn sent(&self) -> usize {
-        let reduced = self.flights.iter().filter_map(Flight::reduced);
-        reduced.map(|index| self.uses[index].sent).sum()
+    /// Adds a reduction that has started.
+    pub fn fly(&mut self, reduction: Reduction) {
+        self.bytes.reducing += reduction.pending.bytes();
+        self.flights.push_back(Flight::Reducing(reduction));
+        self.observe();
+    }
+
+    /// Bytes of the gradients that wait for others, the same on all ranks.
+    pub fn waiting_bytes(&self) -> usize {
+        self.waiting().map(|gradient| gradient.bytes).sum()
+    }
+
+    /// Returns `true` if a gradient of a parameter waits for others, or is on its way.
+    pub fn is_reducing(&self, index: usize) -> bool {
+        let is_sent = |flight: &Flight| match flight {
+            Flight::Gathering(..) => false,
+            Flight::Reducing(reduction) => reduction.of.iter().any(|(of, _)| *of == index),
+        };
+        self.waiting().any(|gradient| gradient.index == index) || self.flights.iter().any(is_sent)
     }
 
     pub fn observe(&mut self) {
@@ -246,21 +323,11 @@ impl PassState {
         }
     }
 
-    /// Takes a whole that was gathered out.
-    pub fn take_ahead(&mut self, parameter: &PassParameter) -> Option<Tensor<1>> {
-        let whole = self.uses[parameter.index].ahead.take()?.whole?;
+    /// Takes a parameter out that has arrived.
+    pub fn take_ahead(&mut self, parameter: &PassParameter) -> Option<Arrived> {
+        let ahead = self.uses[parameter.index].ahead.take_if(|ahead| ahead.arrived.is_some())?;
         self.bytes.ahead -= parameter.bytes();
-        Some(whole)
-    }
-}
-
-impl Flight {
-    /// The parameter whose gradient is reduced.
-    pub fn reduced(&self) -> Option<usize> {
-        match self {
-            Self::Gathering(..) => None,
-            Self::Reducing(index, ..) | Self::ReducingReplicas(index, ..) => Some(*index),
-        }
+        ahead.arrived
     }
 }
 

@@ -1,0 +1,113 @@
+//! Calls and bytes of passes of many layers, at the engine.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::activation::relu;
+use burn::tensor::{DType, Device, Tensor};
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Keep, Layout};
+use distmuon_testing::models::Fixed;
+use distmuon_testing::watched::{counted, watched};
+use distmuon_testing::worlds;
+
+use super::with_checkpoints;
+use crate::ranks_here;
+
+const LAYERS: usize = 32;
+const WIDTH: usize = 16;
+/// Bytes of the parameters of a layer: four squares, and two matrices of four.
+const LAYER: usize = 12 * WIDTH * WIDTH * 4;
+
+/// The matrices of a layer of a transformer, without an attention in between.
+#[derive(Module, Debug)]
+struct Block {
+    squares: [Linear; 3],
+    output: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Block {
+    fn new(device: &Device) -> Self {
+        let linear =
+            |inputs, outputs| LinearConfig::new(inputs, outputs).with_bias(false).init(device);
+        Self {
+            squares: std::array::from_fn(|_| linear(WIDTH, WIDTH)),
+            output: linear(WIDTH, WIDTH),
+            up: linear(WIDTH, 4 * WIDTH),
+            down: linear(4 * WIDTH, WIDTH),
+        }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        let squares = self.squares.iter().map(|square| square.forward(x.clone()));
+        let x = x.clone() + self.output.forward(squares.reduce(|sum, more| sum + more).unwrap());
+        let up = relu(self.up.forward(x.clone()));
+        (x + self.down.forward(up)) * 0.5
+    }
+}
+
+/// The calls that a rank has started, by collective.
+type Calls = Arc<Mutex<BTreeMap<&'static str, usize>>>;
+
+fn with_counted_calls(world: &World) -> (World, Calls) {
+    let calls = Calls::default();
+    let counts = calls.clone();
+    let world = watched(world, move |event| {
+        *counts.lock().unwrap().entry(event.collective).or_default() += usize::from(!event.waits);
+        Ok(())
+    });
+    (world, calls)
+}
+
+/// The gathers and the reductions of a pass after the first one, and the bytes that the reductions
+/// have sent, of every rank.
+fn calls_and_bytes(count: usize, keep: Keep) -> Vec<[usize; 3]> {
+    let run = ranks_here(count, |world| {
+        let (comm, traffic) = counted(world.communicator());
+        let world = World::new(comm, world.device().clone());
+        let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+        let layout = Layout::from(&world).owned("dp").with_keep(keep).with_small_elements(1);
+        let blocks: Vec<Block> = (0..LAYERS).map(|_| Block::new(world.device())).collect();
+        let (mut blocks, mut optim) =
+            DistMuonConfig::new().start(&layout, blocks.map(&mut Fixed::new(7)))?;
+        let mut counts = [0; 3];
+        for _ in 0..3 {
+            calls.lock().unwrap().clear();
+            traffic.lock().unwrap().clear();
+            let x = Tensor::<2>::ones([4, WIDTH], (world.device(), DType::F32));
+            let x = blocks.iter().fold(x, |x, block| block.forward(x));
+            let grads = optim.backward(&x.square().mean(), &blocks)?;
+            let of = |counts: &BTreeMap<_, usize>, name| counts.get(name).copied().unwrap_or(0);
+            let calls = calls.lock().unwrap();
+            let bytes = of(&traffic.lock().unwrap(), "reduce_scatter");
+            counts = [of(&calls, "all_gather"), of(&calls, "reduce_scatter"), bytes];
+            drop(calls);
+            blocks = optim.step(0.01, blocks, grads)?;
+        }
+        Ok(counts)
+    });
+    run.unwrap()
+}
+
+pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
+    for count in [2, 3, 4, 8] {
+        for keep in [Keep::Weights, Keep::Nothing] {
+            let ranks = calls_and_bytes(count, keep);
+            let case = format!("{count} ranks, {keep:?}: {ranks:?}");
+            let passes = if keep == Keep::Nothing { 2 } else { 1 };
+            let [gathers, reductions, _] = ranks[0];
+            // One for each layer, and the first parameter of a pass alone.
+            assert!(gathers <= passes * (LAYERS + 1), "{case}");
+            assert!(reductions <= LAYERS + 1, "{case}");
+            assert!(ranks.iter().all(|rank| rank[..2] == ranks[0][..2]), "{case}");
+            // A rank gets its part of every gradient from each of the others, once.
+            let sent: usize = ranks.iter().map(|[_, _, bytes]| bytes).sum();
+            let once = (count - 1) * LAYERS * LAYER;
+            assert!(sent == once || !worlds::is_exact(), "{case}: {sent} of {once}");
+        }
+    }
+}
