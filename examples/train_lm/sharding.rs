@@ -42,8 +42,8 @@ pub struct Sharding {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true)]
     #[arg(default_missing_value = "true", help_heading = "Ranks")]
     pub overlap: Option<bool>,
-    /// Limits the MB of parameters that --owned gathers ahead of their use. Default: two layers.
-    #[arg(long, value_name = "MB", value_parser = not_negative, requires = "owned")]
+    /// Limits the MB of parameters that --owned and --rows gather early. Default: two layers.
+    #[arg(long, value_name = "MB", value_parser = not_negative)]
     #[arg(help_heading = "Ranks")]
     pub ahead_mb: Option<f64>,
     /// Limits the MB of gradients on their way in a backward pass. Default: two layers.
@@ -109,6 +109,10 @@ impl Sharding {
 
     /// Fails for limits of messages that are not sent.
     pub fn check_limits(&self) -> Result<()> {
+        ensure!(
+            self.ahead_mb.is_none() || self.is_divided(),
+            "--ahead-mb limits what --owned and --rows gather; give one of them, or leave it out"
+        );
         ensure!(
             self.in_flight_mb.is_none() || self.is_divided() || self.overlap != Some(false),
             "--in-flight-mb limits gradients that a backward pass reduces; leave --overlap=false \
