@@ -308,7 +308,6 @@ fn an_optimizer_leaves_layers_as_lazy_as_they_were() {
         let routing = MuonConfig::new().route(&net).unwrap();
         assert_eq!(routing.routes()[0].shape, [4, 6], "as the layer sees it");
         let _optim = MuonConfig::new().init(&net);
-        let _batched = MuonConfig::new().init_batched(&net).unwrap();
         assert_eq!(initialised(&net), before);
         if before.is_empty() {
             let record = ModuleRecord::from_bytes(bytes.clone()).unwrap();
