@@ -54,7 +54,7 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --mesh dp=0", "RANKS"),
         ("--data text.rs --owned tp --ranks 2", "axis `tp` of a mesh with `dp`"),
         ("--data text.rs --owned dp --optimizer adamw", "compare only these"),
-        ("--data text.rs --ahead-mb 1 --ranks 2", "--owned <AXIS>"),
+        ("--data text.rs --ahead-mb 1 --ranks 2", "--ahead-mb limits what"),
         ("--data text.rs --owned dp --ahead-mb=-1 --ranks 2", "it must be zero or more"),
         ("--data text.rs --in-flight-mb 1 --overlap=false --ranks 2", "leave --overlap=false out"),
         ("--data text.rs --in-flight-mb 1 --optimizer adamw", "compare only these"),
