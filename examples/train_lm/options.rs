@@ -85,7 +85,7 @@ pub struct Options {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]
     pub save: Option<PathBuf>,
-    /// Folder for such checkpoints, to which every rank writes a file of its own.
+    /// Folder for such checkpoints, with a file from every rank.
     #[arg(long, value_name = "FOLDER", value_parser = PathBufValueParser::new().try_map(folder))]
     #[arg(conflicts_with = "save", help_heading = "Checkpoints")]
     pub save_parts: Option<PathBuf>,

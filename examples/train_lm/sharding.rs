@@ -36,17 +36,19 @@ pub struct Sharding {
     /// Weights that --owned and --rows keep until the backward pass.
     #[arg(long, value_enum, default_value_t = Keep::Nothing, help_heading = "Ranks")]
     pub keep: Keep,
-    /// Sends gradients and parameters during the passes. Default: true on several ranks.
+    /// Sends messages during the passes. Default: true on several ranks.
     ///
     /// For dist-muon and dist-adamw.
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true)]
     #[arg(default_missing_value = "true", help_heading = "Ranks")]
     pub overlap: Option<bool>,
-    /// Limits the MB of parameters that --owned and --rows gather early. Default: two layers.
+    /// Limits the MB that are gathered before their use. Default: two layers.
+    ///
+    /// For --owned and --rows.
     #[arg(long, value_name = "MB", value_parser = not_negative)]
     #[arg(help_heading = "Ranks")]
     pub ahead_mb: Option<f64>,
-    /// Limits the MB of gradients on their way in a backward pass. Default: two layers.
+    /// Limits the MB of gradients on their way. Default: two layers.
     ///
     /// For dist-muon and dist-adamw.
     #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
