@@ -54,6 +54,9 @@
 //! [`OptimizerRecord`]. The texts `parameters` and `progress` are
 //! JSON: a table of the float parameters, and the caller's value.
 //!
+//! A folder of [parts](Saver::with_parts) has one such file from each rank, with some of the
+//! tensors, and `index.json`: for each file its name, its length, and the CRC-32 in its footer.
+//!
 //! Files of version 1, which held two records as tensors of bytes without checksums, can be loaded.
 
 mod layout;
@@ -81,7 +84,7 @@ use crate::parameters;
 use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
-pub(crate) use model::stored_as_in_layers;
+pub(crate) use model::stored_otherwise;
 pub(crate) use model::{Divided, Entry, Undivided, entries};
 pub(crate) use parts::open;
 pub(crate) use read::Archive;

@@ -13,6 +13,8 @@ use super::{MODEL, prefixed};
 use crate::error::{Error, Result};
 use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters::{self, in_place_of, with_mapper};
+#[cfg(feature = "train")]
+use crate::parameters::{Field, Visit};
 
 /// A parameter of a model.
 pub struct Entry {
@@ -232,26 +234,21 @@ macro_rules! stored_shape {
     };
 }
 
-/// The model with every float parameter stored in the shape that its layer has, by losing its
-/// mapper. `None` if all of them are stored so.
+/// The path of a float parameter that is stored in another shape than its layer has, if there is
+/// one.
 #[cfg(feature = "train")]
-pub fn stored_as_in_layers<M: Module>(model: M) -> Option<M> {
-    struct WithoutMappers {
-        lost: bool,
-    }
-    impl parameters::Map for WithoutMappers {
-        fn map<const D: usize>(&mut self, _: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-            let value = param.val();
-            if value.shape() == param.transform_for_save().val().shape() {
-                return param;
+pub fn stored_otherwise<M: Module>(model: &M) -> Option<String> {
+    struct Otherwise(Option<String>);
+    impl Visit for Otherwise {
+        fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+            if param.val().shape() != param.transform_for_save().val().shape() {
+                self.0.get_or_insert_with(|| parameters::path(fields));
             }
-            self.lost = true;
-            Param::initialized(param.id, value)
         }
     }
-    let mut map = WithoutMappers { lost: false };
-    let model = parameters::map(model, &mut map);
-    map.lost.then_some(model)
+    let mut found = Otherwise(None);
+    parameters::visit(model, &mut found);
+    found.0
 }
 
 /// A mapper that replaces the parameters of a model by an archive's.

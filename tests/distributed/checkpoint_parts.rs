@@ -122,7 +122,8 @@ fn every_rank_writes_its_share() {
     let (parts, _) = files(&saved(&folder, "run", 2));
     let bytes: Vec<u64> = parts.iter().map(|part| fs::metadata(part).unwrap().len()).collect();
     let [least, most] = [*bytes.iter().min().unwrap(), *bytes.iter().max().unwrap()];
-    assert!(parts.len() == 3 && most < least * 3 / 2, "{bytes:?}");
+    // Rank 0 also writes the counters, in tensors of one element.
+    assert!(parts.len() == 3 && most < least * 2, "{bytes:?}");
 
     let path = folder.path().join("counted");
     let sent = ranks_here(3, |world| {

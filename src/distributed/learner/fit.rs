@@ -15,7 +15,7 @@ use super::DistMuonStrategy;
 use super::optimizer_state::state;
 use super::ranks::{RankFailure, RankInputs, Ranks, items_per_rank, take};
 use super::training_loop::{MainParts, TrainingRun, Worker};
-use crate::checkpoint::{Archive, States};
+use crate::checkpoint::{Archive, States, stored_otherwise};
 use crate::comm::{World, message};
 use crate::distributed::config::DistMuonConfig;
 use crate::error::{Error, Result};
@@ -123,6 +123,7 @@ impl DistMuonStrategy {
         let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
         let layout = (self.layout.0)(&world)?;
         world.agree(layout.ensure_whole_layers())?;
+        world.agree(ensure_loadable(run.saves, &model, world.rank()))?;
         let (model, optim) = self.config.start(&layout, model)?;
         let mut optim = optim.load_states(&run.state)?;
         if world.is_main() {
@@ -155,6 +156,21 @@ fn ensure_unscaled(config: &DistMuonConfig) -> Result<()> {
             format!("{scale:?}"),
             "`None` with a `Learner`, whose model computes the gradients without a scale (train \
              in bfloat16, which needs none)",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Fails for a model whose checkpoints Burn can't load into the model of the learner: of a layer
+/// that is initialised, Burn expects the shape that it has, and not that in which it is stored.
+fn ensure_loadable<M: LearnerModel>(saves: bool, model: &M, rank: usize) -> Result<()> {
+    match stored_otherwise(model).filter(|_| saves) {
+        Some(path) => Err(Error::parameter(
+            &path,
+            rank,
+            "it is stored in another shape than its layer has, which a learner's checkpointers \
+             can't load",
+            "use `LinearLayout::Row`, or train without checkpointers",
         )),
         None => Ok(()),
     }

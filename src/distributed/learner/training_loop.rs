@@ -16,7 +16,7 @@ use burn::train::{
 
 use super::optimizer_state::state;
 use super::{Every, LatestAccount, LatestDiagnostics, LearnerLogits};
-use crate::checkpoint::{Archive, States, TrainedPaths, stored_as_in_layers};
+use crate::checkpoint::{Archive, States, TrainedPaths};
 use crate::comm::World;
 use crate::distributed::busy::Busy;
 use crate::distributed::layout::Layout;
@@ -261,7 +261,7 @@ impl<M: LearnerModel> Worker<'_, M> {
             (&mut main.checkpointer, record, whole)
         {
             let _busy = Busy::new(self.world.communicator());
-            load_whole(&mut self.learner, model);
+            self.learner.load_model(model.into_record());
             self.learner.load_optim(record);
             checkpointer.checkpoint(&self.learner, epoch, &self.run.store);
         }
@@ -336,16 +336,4 @@ impl<M: LearnerModel> Worker<'_, M> {
 
 fn started<T>(epoch_number: usize, total_items: usize) -> LearnerEvent<T> {
     LearnerEvent::StartSplit { epoch_number, total_items }
-}
-
-/// Replaces the parameters of the learner's model.
-fn load_whole<M: LearnerModel>(learner: &mut Learner<M>, model: M) {
-    // Burn refuses values of another shape than the parameter has. A layer with
-    // `LinearLayout::Col` is stored transposed, but has its own shape once it is initialised. A
-    // load transposes what it gets: after one of values in the layer's shape, the parameter has the
-    // stored shape, and takes the stored values.
-    if let Some(transposed) = stored_as_in_layers(learner.model()) {
-        learner.load_model(transposed.into_record());
-    }
-    learner.load_model(model.into_record());
 }
