@@ -78,7 +78,7 @@ pub struct Settings {
     pub recipe: Option<Recipe>,
     /// Settings of muon's iteration, as JSON, in place of the recipe's.
     ///
-    /// The fields of NewtonSchulzConfig, as in {"normalization": "Schatten4"}.
+    /// Fields of NewtonSchulzConfig, as in {"normalization": "Schatten4"}.
     #[arg(long, value_name = "JSON", value_parser = iteration, help_heading = "Optimizer")]
     #[serde(default)]
     pub iteration: Option<Map<String, Value>>,
