@@ -93,7 +93,7 @@ impl Part {
             let path = self.path_of(rank);
             while !path.exists() {
                 if let Ok(reason) = fs::read_to_string(self.failure_of(rank)) {
-                    self.remove_others(&[]);
+                    self.remove_others();
                     return Err(failed(
                         &path,
                         &format!("rank {rank} could not write it: {reason}"),
@@ -114,17 +114,18 @@ impl Part {
         let files: Vec<PathBuf> = (0..self.ranks).map(|rank| self.path_of(rank)).collect();
         let index = self.folder.join(INDEX);
         write_index(&index, &files).map_err(|reason| failed(&index, &reason))?;
-        self.remove_others(&files);
+        self.remove_others();
         Ok(())
     }
 
-    /// Removes the parts that are not among the files: those of older saves and of saves that
+    /// Removes the parts that the index does not list: those of older saves and of saves that
     /// failed. What can't be removed takes space, and nothing else.
-    fn remove_others(&self, files: &[PathBuf]) {
-        let keeps = match files {
-            // A save that failed leaves the parts of the last checkpoint.
-            [] => read_index(&self.folder).map(|index| self.files(&index)).unwrap_or_default(),
-            _ => files.to_vec(),
+    fn remove_others(&self) {
+        let keeps = match (read_index(&self.folder), self.folder.join(INDEX).try_exists()) {
+            (Ok(index), _) => self.files(&index),
+            (Err(_), Ok(false)) => vec![],
+            // It may list any of them.
+            (Err(_), _) => return,
         };
         let Ok(entries) = fs::read_dir(&self.folder) else { return };
         for path in entries.flatten().map(|entry| entry.path()) {

@@ -12,9 +12,7 @@ use super::file::{Source, converted, transposed};
 use super::forms::Form;
 use super::{Exchange, OPTIMIZER, STEP};
 use crate::backend::precise_dtype;
-use crate::checkpoint::{
-    self, Contents, Difference, DifferenceKind, MODEL, Planned, RANK, Undivided, prefixed,
-};
+use crate::checkpoint::{self, Contents, Difference, DifferenceKind, Planned, RANK, Undivided};
 use crate::error::{Error, Result};
 use crate::load_difference::listed;
 use crate::parameters::{self, Found};
@@ -75,8 +73,7 @@ impl Exchange {
             });
         }
         let to = (checkpoint.as_ref(), 0);
-        let of_model = checkpoint::entries(model, &Undivided).into_iter();
-        let of_model = of_model.map(|entry| entry.planned).collect();
+        let of_model = weights.iter().map(|taken| taken.planned.clone()).collect();
         let mut saving =
             checkpoint::start(to, (model, &Undivided), (of_model, contents), progress)?;
         for taken in weights.iter().chain(&states) {
@@ -98,21 +95,19 @@ impl Exchange {
         let mut unused: BTreeSet<&str> = source.names().filter(is_weight).collect();
         let mut weights = vec![];
         for entry in checkpoint::entries(model, &Undivided) {
-            let planned = entry.planned;
-            let path = planned.name.strip_prefix(&prefixed(MODEL, "")).unwrap_or_default();
-            let (name, transposes) = match forms.get(path) {
+            let (name, transposes) = match forms.get(entry.path()) {
                 Some(form) => (form.name.clone(), form.transposes_weight),
-                None => ((self.rename)(path), false),
+                None => ((self.rename)(entry.path()), false),
             };
             unused.remove(&*name);
-            let problem = match planned.dtype {
+            let problem = match entry.planned.dtype {
                 DType::QFloat(_) => Some("expected floats, got a quantized parameter".to_owned()),
-                _ => shape_problem(source, &name, &planned.shape, transposes),
+                _ => shape_problem(source, &name, &entry.planned.shape, transposes),
             };
             let difference =
-                problem.map(|problem| Difference::new(path, DifferenceKind::Weights, problem));
-            differences.extend(difference);
-            weights.push(Taken { source: Some(name), transposes, planned });
+                |problem: String| Difference::new(entry.path(), DifferenceKind::Weights, problem);
+            differences.extend(problem.map(difference));
+            weights.push(Taken { source: Some(name), transposes, planned: entry.planned });
         }
         let unused = unused.into_iter().map(|name| {
             Difference::new(name, DifferenceKind::Weights, "expected no parameter, got a tensor")

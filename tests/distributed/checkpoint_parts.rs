@@ -14,7 +14,7 @@ use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{Case, Folder, cases};
 use serde::{Serialize, Serializer};
 
-use crate::custom::{custom, muon};
+use crate::custom::{self, custom, muon};
 use crate::{Net, device, ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![parts_continue_bit_for_bit_on_any_number_of_ranks,];
@@ -35,18 +35,7 @@ fn train(
     from: Option<&Path>,
     steps: Range<u64>,
 ) -> Result<(Net, DistModuleOptimizer)> {
-    let mut net = world.broadcast(Net::new(world.device()))?;
-    let mut optim = custom().with_gradients(Gradients::Averaged).init(world, &net)?;
-    if let Some(path) = from {
-        let step: u64;
-        (net, optim, step) = checkpoint::load(path, net, optim)?;
-        assert_eq!(step, steps.start);
-    }
-    for step in steps {
-        let gradients = net.gradients(step);
-        net = optim.step(0.01, net, gradients)?;
-    }
-    Ok((net, optim))
+    custom::train(world, &custom().with_gradients(Gradients::Averaged), from, steps)
 }
 
 /// Saves in parts, and returns once the checkpoint is complete.

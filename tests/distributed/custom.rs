@@ -123,7 +123,7 @@ fn a_bad_gradient_of_one_rank_keeps_users_optimizers_from_a_step_on_all() {
 }
 
 /// A model and its optimizer, continued from a checkpoint if there is one.
-fn train(
+pub fn train(
     world: &World,
     config: &DistMuonConfig,
     saved: Option<&std::path::Path>,

@@ -93,19 +93,18 @@ impl DistModuleOptimizer {
         };
         let mut saving = writes.then(start).transpose();
         let mut parts = parts.into_iter();
-        for (entry, writer) in entries.into_iter().zip(writers.model) {
+        for (entry, writer) in entries.into_iter().zip(&writers.model) {
             let whole = match entry.is_divided {
                 true => {
                     let (path, part) = parts.next().expect("every divided parameter has a part");
-                    Some(divided.collect_whole(&path, part, writer)?)
+                    Some(divided.collect_whole(&path, part, *writer)?)
                 }
                 false => None,
             };
-            if writer == rank {
+            if *writer == rank {
                 put(&mut saving, || (entry.data)(whole));
             }
         }
-        let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
         collect(divided, shards, &own, receivers, |data| put(&mut saving, || data))?;
         for counter in counters {
             put(&mut saving, || TensorData::from([counter.value]));
