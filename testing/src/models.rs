@@ -143,12 +143,17 @@ pub fn tensors(record: Bytes) -> BTreeMap<String, Vec<u8>> {
 ///
 /// # Panics
 ///
-/// If a parameter is not in float32.
+/// If a parameter is neither quantized nor in float32.
 pub fn values<M: Module>(model: &M) -> Vec<f32> {
     struct Values(Vec<f32>);
     impl ModuleVisitor for Values {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let values = param.val().into_data().try_into_vec::<f32>();
+            let value = param.val();
+            let value = match value.dtype() {
+                DType::QFloat(_) => value.dequantize(),
+                _ => value,
+            };
+            let values = value.into_data().try_into_vec::<f32>();
             self.0.extend(values.expect("the parameter is in float32"));
         }
     }

@@ -1,11 +1,12 @@
-//! LoRA: adapters of a frozen encoder, and a new head.
+//! LoRA and QLoRA: adapters of a frozen encoder, and a new head.
 
-use burn::module::{Lora, Module};
+use burn::module::{Lora, Module, ParamGroup, QLora, Quantizer};
 use burn::nn::transformer::{
     TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
 };
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
+use burn::tensor::quantization::{Calibration, QuantValue};
 use burn::tensor::{Device, Int, Tensor};
 
 use crate::client::{Client, Items, Run};
@@ -23,6 +24,18 @@ pub struct Classifier {
 }
 
 impl Classifier {
+    /// A model that was trained for other classes, with adapters and a new head.
+    fn adapted(device: &Device, adapt: impl FnOnce(Self, Lora) -> Self) -> Self {
+        let encoder = TransformerEncoderConfig::new(WIDTH, 2 * WIDTH, 4, 2).with_dropout(0.0);
+        let pretrained = Self {
+            embedding: EmbeddingConfig::new(VOCABULARY, WIDTH).init(device),
+            encoder: encoder.init(device),
+            head: LinearConfig::new(WIDTH, 2).init(device),
+        };
+        let adapted = adapt(pretrained, Lora::new(4, 8.0));
+        Self { head: LinearConfig::new(WIDTH, CLASSES).init(device), ..adapted }
+    }
+
     fn logits(&self, texts: Tensor<2, Int>) -> Tensor<2> {
         let x = TransformerEncoderInput::new(self.embedding.forward(texts));
         self.head.forward(self.encoder.forward(x).mean_dim(1).squeeze_dim::<2>(1))
@@ -46,14 +59,7 @@ impl Client for Classifier {
         AdamW (head): head.weight";
 
     fn model(device: &Device) -> Self {
-        let encoder = TransformerEncoderConfig::new(WIDTH, 2 * WIDTH, 4, 2).with_dropout(0.0);
-        let pretrained = Self {
-            embedding: EmbeddingConfig::new(VOCABULARY, WIDTH).init(device),
-            encoder: encoder.init(device),
-            head: LinearConfig::new(WIDTH, 2).init(device),
-        };
-        let adapted = pretrained.apply_lora(Lora::new(4, 8.0));
-        Self { head: LinearConfig::new(WIDTH, CLASSES).init(device), ..adapted }
+        Self::adapted(device, |model, lora| model.apply_lora(lora))
     }
 
     fn train(run: &Run, model: Self) -> Self {
@@ -69,5 +75,30 @@ impl Client for Classifier {
 
     fn loss(model: &Self, items: Items) -> f32 {
         model.cross_entropy(&items).into_scalar()
+    }
+}
+
+/// The same on matrices in 8 bits.
+pub struct Quantized;
+
+impl Client for Quantized {
+    type Model = Classifier;
+
+    const NAME: &'static str = "adapters of quantized matrices";
+    const ROUTING: &'static str = Classifier::ROUTING;
+
+    fn model(device: &Device) -> Classifier {
+        let scheme = device.settings().quantization.scheme.with_value(QuantValue::Q8S);
+        let mut quantizer = Quantizer::new(Calibration::MinMax, scheme);
+        quantizer.set_param_group(ParamGroup::from_predicate("weight"));
+        Classifier::adapted(device, |model, lora| model.apply_qlora(QLora::new(lora, quantizer)))
+    }
+
+    fn train(run: &Run, model: Classifier) -> Classifier {
+        Classifier::train(run, model)
+    }
+
+    fn loss(model: &Classifier, items: Items) -> f32 {
+        Classifier::loss(model, items)
     }
 }

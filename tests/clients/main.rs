@@ -55,9 +55,16 @@ fn entries_with_rules() -> Vec<Entry> {
     vec![entry::<experts::Mixture>()]
 }
 
+/// Programs without a rule, whose losses are not compared.
+fn entries_without_losses() -> Vec<Entry> {
+    vec![entry::<adapters::Quantized>()]
+}
+
 fn main() {
     if processes::is_child() {
-        return processes::run(&[entries(), entries_with_rules()].concat());
+        return processes::run(
+            &[entries(), entries_without_losses(), entries_with_rules()].concat(),
+        );
     }
     let of_client = |(routed, client): (&str, Entry)| {
         let name = client.name;
@@ -80,7 +87,8 @@ fn main() {
         processes::a_run_without_gradients_is_reported();
         Ok(())
     });
-    let clients = entries().into_iter().map(|client| ("without_a_rule", client));
+    let clients = [entries(), entries_without_losses()].concat().into_iter();
+    let clients = clients.map(|client| ("without_a_rule", client));
     let with_rules = entries_with_rules().into_iter().map(|client| ("by_its_rule", client));
     let trials = clients.chain(with_rules).flat_map(of_client).chain([without_gradients]);
     let trials = trials.chain([losses.with_ignored_flag(true)]).collect();
