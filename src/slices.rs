@@ -33,6 +33,36 @@ pub fn copied(view: Tensor<1>) -> Tensor<1> {
     }
 }
 
+/// Ranges of a tensor, one after the other. The rest of the tensor does not stay in memory.
+pub fn joined(tensor: &Tensor<1>, ranges: impl Iterator<Item = Range<usize>>) -> Tensor<1> {
+    let ranges: Vec<_> = ranges.filter(|range| !range.is_empty()).collect();
+    if let Some(distance) = distance(&ranges, tensor.dims()[0]) {
+        // One launch instead of one for each range.
+        let lines = tensor.clone().reshape([ranges.len(), distance]);
+        return lines.slice([0..ranges.len(), ranges[0].clone()]).reshape([-1]);
+    }
+    let mut parts: Vec<_> = ranges.into_iter().map(|range| slice(tensor, range)).collect();
+    match parts.len() {
+        // Several are copied when they are joined.
+        1 if parts[0].dims() != tensor.dims() => copied(parts.swap_remove(0)),
+        _ => concat(parts, tensor.dtype(), &tensor.device()),
+    }
+}
+
+/// The distance of several ranges of equal length, if there is one range in every part of this
+/// length of `elements` elements, at the same place.
+fn distance(ranges: &[Range<usize>], elements: usize) -> Option<usize> {
+    let [first, second, ..] = ranges else { return None };
+    let distance = second.start - first.start;
+    let is_alike = |(index, range): (usize, &Range<usize>)| {
+        *range == (first.start + index * distance..first.end + index * distance)
+    };
+    let are_alike = ranges.iter().enumerate().all(is_alike);
+    // Ranges that follow each other are a slice, without a launch.
+    let are_apart = first.len() < distance && first.end <= distance;
+    (are_alike && are_apart && elements == ranges.len() * distance).then_some(distance)
+}
+
 /// The tensors of one type, one after the other, on a device. There may be none.
 pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1> {
     // Some backends do not concatenate empty tensors.

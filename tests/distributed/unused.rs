@@ -86,9 +86,10 @@ fn flat(world: &World) -> Layout {
     Layout::new(&Mesh::flat(world)).with_muon(config().muon).with_small_elements(64)
 }
 
-/// The task of a rank in a pass: with two ranks, one of them is that of no rank.
+/// The task of a rank in a pass: with two ranks, one of them is that of no rank. In every fourth
+/// pass, all ranks have the same task, which only some of them had in the pass before.
 fn task(rank: usize, pass: usize) -> usize {
-    (rank + pass) % TASKS
+    if pass % 4 == 3 { pass % TASKS } else { (rank + pass) % TASKS }
 }
 
 /// Layouts of two ranks on which ranks may leave parameters out.

@@ -215,12 +215,9 @@ impl PassParameter {
     /// keep what else the buffer has.
     pub fn whole(&self, buffer: &Tensor<1>, starts: &[usize]) -> Tensor<1> {
         let counts = &self.division.part_counts;
-        let whole = self.assembled(buffer, |piece| {
+        self.assembled(buffer, |piece| {
             starts[piece.part] + piece.in_parts - counts.before(piece.part)
-        });
-        // Several pieces were copied when they were joined.
-        let is_view = self.division.pieces.len() == 1 && buffer.dims() != whole.dims();
-        if is_view { slices::copied(whole) } else { whole }
+        })
     }
 
     /// The whole, flat, from the shards of all ranks one after the other.
@@ -234,12 +231,16 @@ impl PassParameter {
                 self.division.pieces.iter().filter(|p| p.block == block).collect();
             pieces.sort_by_key(|piece| piece.elements.start);
             let end = |piece: &Piece| first(piece) + piece.elements.len();
-            // Pieces that follow each other in the buffer as well are one slice, so that a
-            // parameter in rows is not copied.
+            // Pieces that follow each other in the buffer as well are one range, so that a
+            // parameter in rows is not copied if it has a buffer of its own.
             let runs = pieces.chunk_by(|a, b| end(a) == first(b));
-            let values =
-                runs.map(|run| slices::slice(buffer, first(run[0])..end(run[run.len() - 1])));
-            slices::concat(values.collect(), buffer.dtype(), &buffer.device())
+            let ranges = runs.map(|run| first(run[0])..end(run[run.len() - 1]));
+            if self.blocks.is_whole() {
+                return slices::joined(buffer, ranges);
+            }
+            // Views: the blocks are copied when they are joined.
+            let values = ranges.map(|range| slices::slice(buffer, range)).collect();
+            slices::concat(values, buffer.dtype(), &buffer.device())
         };
         self.blocks.join((0..self.blocks.count()).map(block).collect())
     }

@@ -16,7 +16,7 @@ use crate::slices;
 type Part = (Option<Values>, Tensor<1>);
 
 /// The kind of a pass, of which the parts are known that were used last.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum Purpose {
     Training,
     /// Without gradients.
@@ -217,32 +217,34 @@ impl Passes {
         index: usize,
         purpose: Purpose,
     ) -> Result<Option<Part>> {
-        let identified = |(values, part)| (Some(values), part);
-        match purpose {
-            Purpose::Training => {
-                self.land_publication(state, &self.parameters[index])?;
-                let Uses { part, published, .. } = &state.uses[index];
-                // The part of this pass before the last step's: an older model may be in use.
-                let part = part.clone().map(identified);
-                Ok(part.or_else(|| published.clone().map(|part| (None, part))))
-            }
-            Purpose::Evaluation => Ok(state.uses[index].evaluated.clone().map(identified)),
+        if purpose == Purpose::Training {
+            self.land_publication(state, &self.parameters[index])?;
         }
+        Ok(state.arrived_part(index, purpose))
     }
 }
 
 impl PassState {
-    /// Returns `true` if the part is known that a pass of a kind will most likely use. One that was
-    /// not used yet is known only at its use.
-    fn knows_part(&self, index: usize, purpose: Purpose) -> bool {
+    /// The part of a parameter that a pass of a kind will most likely use, unless it is on its way.
+    /// One that was not used yet is known only at its use.
+    fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<Part> {
+        let identified = |(values, part): (Values, Tensor<1>)| (Some(values), part);
         let Uses { part, published, evaluated, .. } = &self.uses[index];
         match purpose {
+            // The part of this pass before the last step's: an older model may be in use.
             Purpose::Training => {
-                let is_publishing =
-                    || self.publishing.iter().any(|publishing| publishing.is_of(index));
-                part.is_some() || published.is_some() || is_publishing()
+                let part = part.clone().map(identified);
+                part.or_else(|| published.clone().map(|part| (None, part)))
             }
-            Purpose::Evaluation => evaluated.is_some(),
+            Purpose::Evaluation => evaluated.clone().map(identified),
         }
+    }
+
+    /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on
+    /// its way.
+    fn knows_part(&self, index: usize, purpose: Purpose) -> bool {
+        let is_publishing = || self.publishing.iter().any(|publishing| publishing.is_of(index));
+        self.arrived_part(index, purpose).is_some()
+            || purpose == Purpose::Training && is_publishing()
     }
 }

@@ -31,13 +31,26 @@ impl Message {
         self.counts.iter().map(move |counts| counts[rank])
     }
 
+    /// Returns `true` if every rank has as many elements of a tensor as any other, and not none.
+    fn is_even(&self) -> bool {
+        let is_even = |counts: &Vec<usize>| counts.iter().all(|count| *count == counts[0]);
+        self.counts.iter().all(|counts| is_even(counts) && counts[0] > 0)
+    }
+
     /// The buffer, from tensors that each have the parts of all ranks one after the other.
     pub fn pack(&self, mut tensors: Vec<Tensor<1>>) -> Tensor<1> {
         if tensors.len() == 1 {
             return tensors.swap_remove(0);
         }
+        let ranks = self.counts[0].len();
+        if self.is_even() {
+            // As for parameters in rows: one launch for each tensor, instead of one for each part.
+            let lines = tensors.into_iter().zip(self.of_rank(0));
+            let lines = lines.map(|(tensor, count)| tensor.reshape([ranks, count]));
+            return Tensor::cat(lines.collect(), 1).reshape([-1]);
+        }
         let (mut starts, mut parts) = (vec![0; tensors.len()], vec![]);
-        for rank in 0..self.counts[0].len() {
+        for rank in 0..ranks {
             for ((tensor, start), count) in tensors.iter().zip(&mut starts).zip(self.of_rank(rank))
             {
                 parts.push(slices::slice(tensor, *start..*start + count));
@@ -68,13 +81,7 @@ impl Message {
             return buffer.clone();
         }
         let parts = self.starts(tensor).into_iter().zip(&self.counts[tensor]);
-        let parts = parts.filter(|(_, count)| **count > 0);
-        let mut parts: Vec<_> =
-            parts.map(|(start, count)| slices::slice(buffer, start..start + count)).collect();
-        match parts.len() {
-            1 => slices::copied(parts.swap_remove(0)),
-            _ => slices::concat(parts, buffer.dtype(), &buffer.device()),
-        }
+        slices::joined(buffer, parts.map(|(start, count)| start..start + count))
     }
 
     /// The first positions in the buffer of all ranks' parts of a tensor.
@@ -95,6 +102,23 @@ mod tests {
 
     use super::*;
 
+    fn values(tensor: Tensor<1>) -> Vec<f32> {
+        tensor.into_data().try_to_vec().unwrap()
+    }
+
+    #[test]
+    fn equal_parts_are_interleaved() {
+        let counts = [[2, 2, 2], [1, 1, 1]].map(Counts::from_iter);
+        let message = Message::of(&counts);
+        let tensors = [&[1., 2., 3., 4., 5., 6.][..], &[7., 8., 9.]];
+        let tensors = tensors.map(|values| Tensor::<1>::from_floats(values, &Device::default()));
+        let buffer = message.pack(tensors.to_vec());
+        assert_eq!(values(buffer.clone()), [1., 2., 7., 3., 4., 8., 5., 6., 9.]);
+        for (tensor, expected) in tensors.iter().enumerate() {
+            assert_eq!(values(message.unpack(&buffer, tensor)), values(expected.clone()));
+        }
+    }
+
     #[test]
     fn the_parts_of_a_rank_follow_each_other() {
         let counts = [[2, 0, 1], [0, 0, 2], [1, 1, 1]].map(Counts::from_iter);
@@ -102,7 +126,6 @@ mod tests {
         assert_eq!(message.totals(), [3, 1, 4]);
         let values = [&[1., 2., 3.][..], &[4., 5.], &[6., 7., 8.]];
         let tensors = values.map(|values| Tensor::<1>::from_floats(values, &Device::default()));
-        let values = |tensor: Tensor<1>| tensor.into_data().try_to_vec::<f32>().unwrap();
         let buffer = message.pack(tensors.to_vec());
         assert_eq!(values(buffer.clone()), [1., 2., 6., 7., 3., 4., 5., 8.]);
         assert_eq!(

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::state::{LeafUses, PassState};
+use super::state::{LeafUses, PassState, Uses};
 use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
@@ -91,12 +91,15 @@ impl Passes {
         // Two bits for each parameter, used and not used: a union of both on all ranks shows where
         // they differ.
         let mut bits = vec![0; (2 * count).div_ceil(8)];
+        let has_micro_batches = state.uses.iter().any(Uses::are_earlier);
         for (index, uses) in state.uses.iter().enumerate() {
             let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
             if uses.are_in_pass() || uses.are_earlier() {
                 set(index);
             }
-            if !uses.are_in_pass() {
+            // A gradient without earlier ones may be half precision where others have a sum in
+            // float32: it counts as unused, so that all ranks send it in float32, at the end.
+            if !uses.are_in_pass() || has_micro_batches && !uses.are_earlier() {
                 set(count + index);
             }
         }
