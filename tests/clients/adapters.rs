@@ -95,7 +95,7 @@ impl Client for Quantized {
     }
 
     fn train(run: &Run, model: Classifier) -> Classifier {
-        Classifier::train(run, model)
+        <Classifier as Client>::train(run, model)
     }
 
     fn loss(model: &Classifier, items: Items) -> f32 {

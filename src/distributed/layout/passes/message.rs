@@ -124,8 +124,8 @@ mod tests {
         let counts = [[2, 0, 1], [0, 0, 2], [1, 1, 1]].map(Counts::from_iter);
         let message = Message::of(&counts);
         assert_eq!(message.totals(), [3, 1, 4]);
-        let values = [&[1., 2., 3.][..], &[4., 5.], &[6., 7., 8.]];
-        let tensors = values.map(|values| Tensor::<1>::from_floats(values, &Device::default()));
+        let tensors = [&[1., 2., 3.][..], &[4., 5.], &[6., 7., 8.]];
+        let tensors = tensors.map(|values| Tensor::<1>::from_floats(values, &Device::default()));
         let buffer = message.pack(tensors.to_vec());
         assert_eq!(values(buffer.clone()), [1., 2., 6., 7., 3., 4., 5., 8.]);
         assert_eq!(
