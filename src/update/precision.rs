@@ -59,7 +59,7 @@ pub enum StateDtype {
     /// 0.7 % of its norm. Blocks whose values are all below 2e-34 are zeros.
     ///
     /// An element that would change by less than half the distance to the next code stays as it is.
-    /// With momentum of 0.95 and gradients of zero, these are the elements below 2.5 % of `A`, until
+    /// With momentum of 0.95 and gradients of zero, these are elements below 2.5 % of `A`, until
     /// `A` decreases. Use it for momentum of 0.95; more than 0.992 is rejected.
     Int8,
 }
