@@ -160,6 +160,8 @@ pub enum States {
     F32,
     /// bfloat16.
     Bf16,
+    /// 8 bits for the momentum of Muon, and float32 for the others.
+    Int8,
 }
 
 impl States {
@@ -167,6 +169,7 @@ impl States {
         match self {
             Self::F32 => StateDtype::Float32,
             Self::Bf16 => StateDtype::BFloat16,
+            Self::Int8 => StateDtype::Int8,
         }
     }
 }

@@ -88,7 +88,8 @@ pub struct MuonConfig {
     /// The precision that is kept of parameters in float16 and bfloat16, by all optimizers.
     #[config(default = "MasterWeights::Full")]
     pub master_weights: MasterWeights,
-    /// The type of momentum and moments.
+    /// The type of momentum and moments. `Int8` is for the momentum of matrices alone: see
+    /// [`StateDtype`].
     #[config(default = "StateDtype::Float32")]
     pub state_dtype: StateDtype,
     /// Clipping of each parameter's gradient separately, after the check that the gradient is
@@ -205,7 +206,7 @@ impl MuonConfig {
         self.rest.check().map_err(|error| error.in_field("rest"))?;
         let precision = self.precision();
         let mut momenta = self.momentum.momentum.extremes();
-        momenta.try_for_each(|mu| precision.ensure_decays("momentum.momentum", mu))?;
+        momenta.try_for_each(|mu| precision.ensure_momentum_decays("momentum.momentum", mu))?;
         let decays = self.rest.decays().into_iter();
         let mut decays = decays.map(|(name, decay)| precision.ensure_decays(name, decay));
         decays.try_for_each(|decay| decay).map_err(|error| error.in_field("rest"))?;
@@ -236,7 +237,7 @@ impl MuonConfig {
             rates.try_for_each(|rate| ensure_size("weight_decay", rate))?;
             let mut momenta = momentum.momentum.extremes();
             let precision = self.precision();
-            momenta.try_for_each(|mu| precision.ensure_decays("momentum.momentum", mu))?;
+            momenta.try_for_each(|mu| precision.ensure_momentum_decays("momentum.momentum", mu))?;
             check_combination(&self.parts, momentum, weight_decay)
         };
         self.rules.iter().try_for_each(|rule| rule.check(self.precision(), of_muon))

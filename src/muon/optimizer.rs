@@ -67,8 +67,8 @@ struct Updated {
 
 impl<const D: usize> MuonState<D> {
     /// Returns the moving average of the gradients, in the shape of the parameter and the type of
-    /// [`StateDtype`](crate::StateDtype). It has no elements on a rank that does not own the
-    /// parameter.
+    /// [`StateDtype`](crate::StateDtype): float32 for [`Int8`](crate::StateDtype::Int8). It has no
+    /// elements on a rank that does not own the parameter.
     pub fn momentum(&self) -> Tensor<D> {
         let (momentum, shape) = (self.slots.get(MOMENTUM), self.shape());
         match shape.contains(&0) {
@@ -191,6 +191,7 @@ impl Muon {
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        self.update.precision.ensure_stored(&self.parameter, &device)?;
         let is_first = state.is_none();
         let mut state = state.unwrap_or_else(|| self.new_state(batch, shape, dtype, &device));
         if !state.place.has_started() {
@@ -311,6 +312,8 @@ impl Optimizer for Muon {
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
     ///   first step of the parameter;
     /// - [`Error::Usage`](crate::Error::Usage) if the learning rate is not finite, or negative;
+    /// - [`Error::Setting`](crate::Error::Setting) if the device has no integers of 8 bits for
+    ///   [`StateDtype::Int8`](crate::StateDtype::Int8);
     /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
     ///   in a row.
     fn step<const D: usize>(

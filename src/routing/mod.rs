@@ -268,6 +268,7 @@ impl Updates {
         let muon = &self.muon[route.settings];
         muon.newton_schulz.ensure_supported(path, device, *dtype)?;
         muon.precision.ensure_supported(path, *dtype)?;
+        muon.precision.ensure_stored(path, device)?;
         if let Some((split, side)) = split {
             route.block_side = side;
             route.blocks = split.sizes(path, shape, (side, batch[side.dimension(layout)]))?;

@@ -14,6 +14,7 @@
 //! and every line is one function: `backend::update_momentum`, [`Part::apply`],
 //! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
+mod blocks8;
 mod clipping;
 mod custom;
 mod elementwise;

@@ -190,7 +190,7 @@ impl MuonUpdate {
     /// The same update at another momentum, the same at every step.
     pub fn with_momentum(&self, momentum: f64) -> Result<Self> {
         ensure_decay("momentum", momentum)?;
-        self.precision.ensure_decays("momentum", momentum)?;
+        self.precision.ensure_momentum_decays("momentum", momentum)?;
         if self.has_own_momentum {
             return Ok(self.clone());
         }
@@ -209,7 +209,8 @@ impl MuonUpdate {
 
     /// The slots of a batch of matrices, of stacks or not, for parameters of a type.
     pub fn slots(&self, matrices: Matrices, is_stack: bool, parameter: DType) -> Vec<Slot> {
-        let momentum = self.momentum.slots(self.precision.states.slot()).into_iter();
+        let dtype = self.precision.states.momentum_slot(matrices.shape);
+        let momentum = self.momentum.slots(dtype).into_iter();
         let parts = self.parts.iter().flat_map(|part| part.slots(matrices));
         let precision = self.precision.slots(parameter);
         let idle = is_stack.then_some(IDLE_STEPS);
@@ -603,7 +604,7 @@ impl MuonUpdate {
             .collect();
         // Taken out, so that it has one reference and is updated in place.
         let momentum = state.take(MOMENTUM);
-        // A momentum that is stored as bfloat16 is averaged in float32.
+        // A momentum that is stored as bfloat16, or in 8 bits, is averaged in float32.
         let stored = momentum.dtype();
         let momentum = momentum.cast(precise_dtype(batch.dtype)).reshape(shape);
         // With a second reference, the momentum is not updated in place.

@@ -1,9 +1,10 @@
 //! Parameters in half precision: updates are computed in float32, and the digits that the
 //! parameters do not have are kept in the state.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::blocks8::LARGEST_DECAY;
 use super::rounding::{Origin, joined, rounded, split, stochastic};
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use crate::error::{Error, Result};
@@ -37,7 +38,7 @@ pub enum MasterWeights {
     },
 }
 
-/// The type of momentum and moments.
+/// The type of momentum and moments. Checkpoints can be loaded with another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum StateDtype {
@@ -49,6 +50,18 @@ pub enum StateDtype {
     ///
     /// There is no float16: squares of gradients below 2e-4 would be zero in it.
     BFloat16,
+    /// 8 bits for the momentum of the matrices that Muon updates, and float32 for everything else:
+    /// the states of [`parts`](crate::parts), of AdamW and of Lion.
+    ///
+    /// 128 consecutive elements of a matrix have a float32 scale in common, their largest magnitude
+    /// `A`, so that an element takes 1 + 4/128 bytes. An element is stored as a code `c` from -127
+    /// to 127 for `A (c / 127) |c / 127|`, and one step changes the momentum of a matrix by about
+    /// 0.7 % of its norm. Blocks whose values are all below 2e-34 are zeros.
+    ///
+    /// An element that would change by less than half the distance to the next code stays as it is.
+    /// With momentum of 0.95 and gradients of zero, these are elements below 2.5 % of `A`, until
+    /// `A` decreases. Use it for momentum of 0.95; more than 0.992 is rejected.
+    Int8,
 }
 
 /// The settings of half precision.
@@ -59,11 +72,19 @@ pub(crate) struct Precision {
 }
 
 impl StateDtype {
-    /// The type of slots of momentum and moments.
+    /// The type of slots of moments, and of momentum that is not a matrix's.
     pub(super) fn slot(self) -> SlotDtype {
         match self {
-            Self::Float32 => SlotDtype::Precise,
+            Self::Float32 | Self::Int8 => SlotDtype::Precise,
             Self::BFloat16 => SlotDtype::BFloat16,
+        }
+    }
+
+    /// The type of the slot of the momentum of matrices of a shape.
+    pub(super) fn momentum_slot(self, [m, n]: [usize; 2]) -> SlotDtype {
+        match self {
+            Self::Int8 => SlotDtype::Int8Blocks { matrix: m * n },
+            Self::Float32 | Self::BFloat16 => self.slot(),
         }
     }
 }
@@ -96,6 +117,29 @@ impl Precision {
             )),
             _ => Ok(()),
         }
+    }
+
+    /// Fails for matrices on a device that can't store their momentum.
+    pub fn ensure_stored(self, path: &str, device: &Device) -> Result<()> {
+        if self.states != StateDtype::Int8 || device.supports_dtype(DType::I8) {
+            return Ok(());
+        }
+        Err(Error::setting(
+            "state_dtype",
+            format!("`Int8` for `{path}` on {device:?}, which does not have integers of 8 bits"),
+            "`Float32` or `BFloat16`",
+        ))
+    }
+
+    /// Fails for a momentum of matrices that its type does not follow, as
+    /// [`ensure_decays`](Self::ensure_decays) does for other averages.
+    pub fn ensure_momentum_decays(self, setting: &'static str, momentum: f64) -> Result<()> {
+        if self.states == StateDtype::Int8 && momentum > LARGEST_DECAY {
+            let expected = "at most 0.992 with momentum in 8 bits, which does not decrease \
+                            otherwise (use `StateDtype::Float32`)";
+            return Err(Error::setting(setting, momentum, expected));
+        }
+        self.ensure_decays(setting, momentum)
     }
 
     /// Fails for the decay of an average that its type does not follow: times `1 - 2^-8` and more,

@@ -5,9 +5,10 @@ use burn::optim::{StateSink, StateSource};
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Shape, Tensor, TensorData};
 
 use super::ONLY_RANK;
+use super::blocks8::{self, Blocks8};
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
-use crate::slices::bytes;
+use crate::slices::{self, bytes};
 
 /// Name of the float32 values of parameters in half precision, in records.
 pub(crate) const MASTER: &str = "master";
@@ -55,6 +56,12 @@ pub(crate) enum SlotDtype {
     BFloat16,
     /// Integers of 16 bits, which updates and records have as float32.
     Int16,
+    /// Codes of 8 bits with a scale for every block of a matrix, which updates and records have as
+    /// float32. Only for values of elements.
+    Int8Blocks {
+        /// Elements of a matrix.
+        matrix: usize,
+    },
 }
 
 impl SlotDtype {
@@ -62,17 +69,19 @@ impl SlotDtype {
     pub fn resolve(self, parameter: DType) -> DType {
         match self {
             Self::Precise => precise_dtype(parameter),
-            // Whole numbers of 16 bits are exact in float32, in which all updates compute.
-            Self::F32 | Self::Int16 => DType::F32,
+            // Whole numbers of 16 bits are exact in float32, in which all updates compute. Values
+            // of codes have the same codes again.
+            Self::F32 | Self::Int16 | Self::Int8Blocks { .. } => DType::F32,
             Self::BFloat16 => DType::BF16,
         }
     }
 
-    /// Bytes of a value, for parameters of a type.
-    fn size(self, parameter: DType) -> usize {
+    /// Bytes of some values, for parameters of a type.
+    fn bytes(self, values: usize, parameter: DType) -> usize {
         match self {
-            Self::Int16 => size_of::<i16>(),
-            Self::Precise | Self::F32 | Self::BFloat16 => self.resolve(parameter).size(),
+            Self::Int16 => values * size_of::<i16>(),
+            Self::Int8Blocks { matrix } => blocks8::bytes(values, matrix),
+            Self::Precise | Self::F32 | Self::BFloat16 => values * self.resolve(parameter).size(),
         }
     }
 }
@@ -114,7 +123,7 @@ impl Slot {
 
     /// Bytes of the values for a batch of parameters of a type.
     pub fn bytes(&self, batch: [usize; 3], parameter: DType) -> usize {
-        self.extent.values(batch) * self.dtype.size(parameter)
+        self.dtype.bytes(self.extent.values(batch), parameter)
     }
 }
 
@@ -143,6 +152,7 @@ struct Value {
 enum Stored {
     Float(Tensor<1>),
     Int16(Tensor<1, Int>),
+    Int8(Box<Blocks8>),
 }
 
 impl Stored {
@@ -150,6 +160,7 @@ impl Stored {
         match dtype {
             // Stored as integers, for half of the memory; read as float32.
             SlotDtype::Int16 => Self::Int16(values.cast(IntDType::I16)),
+            SlotDtype::Int8Blocks { matrix } => Self::Int8(Box::new(Blocks8::new(values, matrix))),
             SlotDtype::Precise | SlotDtype::F32 | SlotDtype::BFloat16 => Self::Float(values),
         }
     }
@@ -158,6 +169,7 @@ impl Stored {
         match self {
             Self::Float(tensor) => Self::Float(tensor.to_device(device)),
             Self::Int16(tensor) => Self::Int16(tensor.to_device(device)),
+            Self::Int8(values) => Self::Int8(Box::new(values.moved_to(device))),
         }
     }
 
@@ -166,6 +178,7 @@ impl Stored {
         match self {
             Self::Float(tensor) => tensor,
             Self::Int16(tensor) => tensor.cast(FloatDType::F32),
+            Self::Int8(values) => values.into_values(),
         }
     }
 
@@ -173,6 +186,7 @@ impl Stored {
         match self {
             Self::Float(tensor) => bytes(tensor),
             Self::Int16(tensor) => tensor.dims()[0] * size_of::<i16>(),
+            Self::Int8(values) => values.bytes(),
         }
     }
 }
@@ -187,15 +201,18 @@ impl Slots {
         device: &Device,
     ) -> Self {
         let zeros = |slot: &Slot| {
-            let options = (device, slot.dtype.resolve(dtype));
-            let tensor = match slot.extent.values(batch) {
-                // Not every backend fills tensors without elements.
-                0 => Tensor::empty([0], options),
-                count => Tensor::zeros([count], options),
+            let count = slot.extent.values(batch);
+            let stored = match slot.dtype {
+                // Not from zeros in float32, of four times the memory.
+                SlotDtype::Int8Blocks { matrix } => {
+                    Stored::Int8(Box::new(Blocks8::zeros(count, matrix, device)))
+                }
+                other => {
+                    Stored::new(slices::zeros(count, other.resolve(dtype), device), slot.dtype)
+                }
             };
             let recorded = slot.extent.recorded(parameter, batch);
-            let stored = Some(Stored::new(tensor, slot.dtype));
-            (slot.name, Value { stored, dtype: slot.dtype, recorded })
+            (slot.name, Value { stored: Some(stored), dtype: slot.dtype, recorded })
         };
         Self { values: table.iter().map(zeros).collect() }
     }
@@ -288,8 +305,13 @@ impl Slots {
     /// another type.
     pub fn convert(&mut self, table: &[Slot], parameter: DType) {
         for slot in table {
+            let value = self.value_mut(slot.name);
+            if matches!(value.stored, Some(Stored::Int8(_))) && value.dtype == slot.dtype {
+                // Not decoded and coded at every step.
+                continue;
+            }
+            value.dtype = slot.dtype;
             let values = self.take(slot.name);
-            self.value_mut(slot.name).dtype = slot.dtype;
             self.put(slot.name, values.cast(slot.dtype.resolve(parameter)));
         }
     }

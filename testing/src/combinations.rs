@@ -9,7 +9,7 @@ use distmuon::parts::{
 };
 use distmuon::{
     AdamWConfig, Coefficients, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
-    NewtonSchulzConfig, Normalization, RoutingRule, Schedule, WeightDecay,
+    NewtonSchulzConfig, Normalization, RoutingRule, Schedule, StateDtype, WeightDecay,
 };
 
 use crate::models::{Fixed, gradients};
@@ -102,6 +102,11 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             MuonConfig::new()
                 .with_newton_schulz(iteration)
                 .with_parts(vec![AdaMuon::new(0.9).into()])
+        }),
+        ("momentum in 8 bits", {
+            MuonConfig::new()
+                .with_parts(vec![NorMuon::new(0.9).into()])
+                .with_state_dtype(StateDtype::Int8)
         }),
         ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
     ]

@@ -44,6 +44,7 @@ fn audits_find_nothing_without_faults_and_change_no_result() {
         audited().with_loss_scale(Some(LossScaleConfig::new().with_initial(1.0))),
         audited().with_grad_dtype(GradDtype::Float32),
         muon(|muon| muon.with_state_dtype(StateDtype::BFloat16)),
+        muon(|muon| muon.with_state_dtype(StateDtype::Int8)),
         muon(|muon| muon.with_parts(vec![Part::NorMuon(NorMuon::new(0.95))])),
     ];
     for count in [2, 3, 4].into_iter().filter(worlds::has) {

@@ -13,13 +13,15 @@ use distmuon_testing::precision::{
 };
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
-use crate::{device, ranks};
+use crate::{device, owned, ranks};
 
 pub const EVERYWHERE: &[Case] = cases![
     master_weights_are_those_of_a_run_in_float32,
     bits_of_the_significand_are_exact_master_weights,
     every_kind_of_master_weights_is_the_same_on_any_number_of_ranks,
     checkpoints_continue_with_the_bits_of_master_weights,
+    momentum_in_8_bits_is_the_same_on_any_number_of_ranks_and_in_any_placement,
+    momentum_in_8_bits_moves_between_ranks_and_types,
     a_step_that_overflows_on_one_rank_is_skipped_on_all,
     bytes_per_parameter_are_those_of_the_guide,
 ];
@@ -96,7 +98,7 @@ fn every_kind_of_master_weights_is_the_same_on_any_number_of_ranks() {
         return;
     }
     for kind in kinds {
-        for states in [StateDtype::Float32, StateDtype::BFloat16] {
+        for states in [StateDtype::Float32, StateDtype::BFloat16, StateDtype::Int8] {
             let config = config(kind).with_state_dtype(states);
             let expected = alone(DType::BF16, &config);
             for count in [1, 2, 3, 4] {
@@ -128,6 +130,7 @@ fn checkpoints_continue_with_the_bits_of_master_weights() {
         (MasterWeights::Full, StateDtype::Float32),
         (MasterWeights::Mantissa, StateDtype::BFloat16),
         (MasterWeights::Stochastic { seed: 5 }, StateDtype::Float32),
+        (MasterWeights::None, StateDtype::Int8),
     ] {
         let config = config(master).with_state_dtype(states);
         let expected = alone(DType::BF16, &config);
@@ -164,6 +167,87 @@ fn checkpoints_continue_with_the_bits_of_master_weights() {
         }
         assert_same(&floats(&net), &expected, format_args!("{master:?} on a single device"));
     }
+}
+
+/// The settings of the models of `owned`, with momentum in a type.
+fn with_states(states: StateDtype) -> DistMuonConfig {
+    let config = owned::config();
+    let muon = config.muon.clone().with_state_dtype(states);
+    config.with_muon(muon)
+}
+
+/// Matrices of one block and of several, of which some have fewer than 128 elements.
+fn momentum_in_8_bits_is_the_same_on_any_number_of_ranks_and_in_any_placement() {
+    let config = with_states(StateDtype::Int8);
+    for count in [1, 2, 3].into_iter().filter(worlds::has) {
+        let expected = ranks(count, |world| {
+            let world = owned::with_checkpoints(&world);
+            owned::train_replicated(&world, &config, 6, 1, DType::F32)
+        });
+        let expected = expected.unwrap();
+        let float = ranks(count, |world| {
+            let world = owned::with_checkpoints(&world);
+            owned::train_replicated(&world, &owned::config(), 6, 1, DType::F32)
+        });
+        assert!(float.unwrap()[0].1 != expected[0].1, "the momentum is rounded");
+        for (name, in_rows) in [("owned", false), ("in rows", true)] {
+            let runs = ranks(count, |world| {
+                let world = owned::with_checkpoints(&world);
+                let layout = owned::layout(&world).with_muon(config.muon.clone());
+                let layout = if in_rows { layout.rows("dp") } else { layout };
+                owned::train_on(&world, &layout, &config, 6, 1, DType::F32)
+            });
+            owned::assert_equal(&expected, &runs.unwrap(), &format!("{name}, {count} ranks"));
+        }
+    }
+    // Equal gradients: also the same bits on other numbers of ranks.
+    let run = |count: usize| {
+        let muon = crate::config().muon.with_state_dtype(StateDtype::Int8);
+        let dist = crate::config().with_muon(muon).with_gradients(Gradients::Averaged);
+        crate::trained(count, 8, &dist)
+    };
+    let expected = run(1);
+    for count in [2, 3] {
+        assert!(!is_flex() || run(count) == expected, "{count} ranks");
+    }
+}
+
+/// From 2 ranks to 3 with the same bits, and to float32, whose next step reads the same momentum.
+fn momentum_in_8_bits_moves_between_ranks_and_types() {
+    const STEPS: u64 = 8;
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    let steps = |count: usize, states: StateDtype, range: std::ops::Range<u64>| {
+        let muon = config(MasterWeights::Full).with_state_dtype(states);
+        let dist = dist(muon).with_gradients(Gradients::Averaged);
+        let trained = ranks(count, |world| {
+            let mut net = Net::new(DType::F32, world.device());
+            let mut optim = dist.init(&world, &net)?;
+            if range.start > 0 {
+                (net, optim, _) = optim.load::<_, u64>(&path, net)?;
+            }
+            for step in range.clone() {
+                let grads = gradients(&net, step, DType::F32);
+                net = optim.step(LR, net, grads)?;
+            }
+            if range.start == 0 && range.end < STEPS {
+                optim.save(&path, &net, &range.end)?;
+            }
+            Ok(floats(&net))
+        });
+        trained.unwrap().swap_remove(0)
+    };
+    let expected = steps(1, StateDtype::Int8, 0..STEPS);
+    let next = steps(1, StateDtype::Int8, 0..5);
+    steps(2, StateDtype::Int8, 0..4);
+    assert_same(&steps(3, StateDtype::Int8, 4..STEPS), &expected, "2 ranks to 3");
+    assert_same(&steps(3, StateDtype::Float32, 4..5), &next, "to float32");
+    // The other way, the momentum is rounded once.
+    steps(2, StateDtype::Float32, 0..4);
+    let [float, rounded] =
+        [StateDtype::Float32, StateDtype::Int8].map(|states| steps(3, states, 4..5));
+    let is_near = |(a, b): (&f32, &f32)| (a - b).abs() < LR as f32 / 2.0;
+    assert!(rounded != float && rounded.iter().zip(&float).all(is_near), "from float32");
 }
 
 /// Gradients in float16 of a loss times a scale.
@@ -272,6 +356,8 @@ fn bytes_per_parameter_are_those_of_the_guide() {
         let single = [DType::F32; 2];
         assert_eq!(bytes(count, single, adamw()), 8.0 + 8.0 / n);
         assert_eq!(bytes(count, single, muon()), 8.0 + 4.0 / n);
+        let coded = muon().with_state_dtype(StateDtype::Int8);
+        assert_eq!(bytes(count, single, coded), 8.0 + (1.0 + 4.0 / 128.0) / n);
         for half in [FloatDType::F16, FloatDType::BF16].into_iter().filter(|half| has(*half)) {
             let half = DType::from(half);
             assert_eq!(bytes(count, [half; 2], adamw()), 4.0 + 12.0 / n);

@@ -145,6 +145,11 @@ fn forecasts_are_the_reports_of_ranks() {
         ),
         ("bfloat16", DType::BF16, small()),
         ("lean", DType::BF16, small().with_muon(lean)),
+        (
+            "8 bits",
+            DType::F32,
+            small().with_muon(MuonConfig::new().with_state_dtype(StateDtype::Int8)),
+        ),
     ];
     for (name, least, passes, lay) in PLACEMENTS {
         for ranks in [1, 2, 4, 8].into_iter().filter(|ranks| *ranks >= least) {

@@ -1,15 +1,17 @@
 //! Parameters in half precision on one device: random rounding, changed parameters, files without
-//! master weights, and gradients in float32. Those on ranks are in `distributed/precision.rs`.
+//! master weights, and gradients in float32. Momentum in 8 bits. Those on ranks are in
+//! `distributed/precision.rs`.
 
 use burn::module::{Module, Param};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsParams, Optimizer};
+use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::distributed::LossScaleConfig;
 use distmuon::{
     AdamWConfig, Error, GradientBuffer, LionConfig, MasterWeights, MuonConfig, Result, RoutingRule,
     StateDtype, World, checkpoint,
 };
-use distmuon_testing::models::Layers;
+use distmuon_testing::models::{Fixed, Layers};
 use distmuon_testing::precision::{LR, Net, assert_same, config, dist, floats, gradients, has};
 
 fn device() -> Device {
@@ -165,8 +167,22 @@ fn settings_that_do_not_fit_are_rejected() {
         assert_eq!(setting(config.try_build().unwrap_err()), expected);
     }
     states.try_build().unwrap();
-
+    // As would those in 8 bits, of Muon: moments are float32.
+    let states = states.with_state_dtype(StateDtype::Int8);
+    let momentum = RoutingRule::muon("hidden").momentum(0.993);
     let net = Net::new(DType::F32, &device());
+    for (config, expected) in [
+        (states.clone().with_momentum(0.993.into()), "momentum.momentum"),
+        (states.clone().with_rule(momentum), "rules (`hidden`).momentum.momentum"),
+    ] {
+        let error = config.route(&net).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("at most 0.992") && text.contains("0.993"), "{text}");
+        assert_eq!(setting(error), expected);
+    }
+    let beta = AdamWConfig::new().with_beta_2(0.999);
+    states.with_momentum(0.992.into()).with_adamw(beta).route(&net).unwrap();
+
     let scale = LossScaleConfig::new;
     for (scale, expected) in [
         (scale().with_initial(0.0), "loss_scale.initial"),
@@ -178,4 +194,138 @@ fn settings_that_do_not_fit_are_rejected() {
         let error = dist.init(&World::alone(device()), &net).map(drop).unwrap_err();
         assert_eq!(setting(error), expected);
     }
+}
+
+/// Inputs, and the outputs of a network that another one is trained to imitate.
+struct Imitation {
+    inputs: Tensor<2>,
+    outputs: Tensor<2>,
+}
+
+impl Imitation {
+    const STEPS: u64 = 30;
+    const LR: f64 = 0.02;
+
+    fn net() -> Layers {
+        Layers::square(3, 20, &device()).map(&mut Fixed::new(5))
+    }
+
+    fn forward(net: &Layers, inputs: Tensor<2>) -> Tensor<2> {
+        net.layers.iter().fold(inputs, |x, layer| relu(layer.forward(x.clone())) + x)
+    }
+
+    fn new() -> Self {
+        let inputs = Self::net().layers[0].weight.val().inner().detach();
+        let others = [0, 1].map(|dimension| inputs.clone().flip([dimension]));
+        let inputs = Tensor::cat([vec![inputs], others.to_vec()].concat(), 0);
+        let inputs = Tensor::from_inner(inputs * 10.0);
+        let teacher = Layers::square(3, 20, &device()).map(&mut Fixed::new(6));
+        Self { outputs: Self::forward(&teacher, inputs.clone()).detach(), inputs }
+    }
+
+    fn loss(&self, net: &Layers) -> Tensor<1> {
+        (Self::forward(net, self.inputs.clone()) - self.outputs.clone()).square().mean()
+    }
+
+    fn gradients(&self, net: &Layers) -> GradientsParams {
+        GradientsParams::from_grads(self.loss(net).backward(), net)
+    }
+
+    fn value(&self, net: &Layers) -> f64 {
+        self.loss(net).into_scalar::<f32>().into()
+    }
+}
+
+fn in_8_bits() -> MuonConfig {
+    MuonConfig::new().with_rule(RoutingRule::muon("")).with_state_dtype(StateDtype::Int8)
+}
+
+#[test]
+fn momentum_in_8_bits_trains_as_in_float32() {
+    let imitation = Imitation::new();
+    let run = |states: StateDtype| {
+        let mut net = Imitation::net();
+        let mut optim = in_8_bits().with_state_dtype(states).init(&net);
+        let mut batched_net = Imitation::net();
+        let config = in_8_bits().with_state_dtype(states);
+        let mut batched = config.init_batched(&batched_net).unwrap();
+        for _ in 0..Imitation::STEPS {
+            let grads = imitation.gradients(&net);
+            net = optim.step(Imitation::LR, net, grads);
+            let grads = imitation.gradients(&batched_net);
+            batched_net = batched.step(Imitation::LR, batched_net, grads).unwrap();
+        }
+        assert_same(&floats(&batched_net), &floats(&net), format_args!("{states:?}"));
+        (imitation.value(&net), batched.memory().states.now)
+    };
+    let before = imitation.value(&Imitation::net());
+    let (float, bytes) = run(StateDtype::Float32);
+    let (coded, bytes_of_codes) = run(StateDtype::Int8);
+    println!("loss {before} before, {float} in float32, {coded} in 8 bits");
+    assert!(float < before / 2.0, "{before} {float}");
+    assert!(coded != float && (coded / float - 1.0).abs() < 0.02, "{float} {coded}");
+    // Three matrices of 400 elements, in 4 blocks each.
+    assert_eq!((bytes, bytes_of_codes), (3 * 1600, 3 * (400 + 4 * 4)));
+}
+
+#[test]
+fn a_run_with_momentum_in_8_bits_resumes_with_the_same_bits() {
+    let imitation = Imitation::new();
+    let folder = tempfile::tempdir().unwrap();
+    let [single, batched] = ["single", "batched"].map(|name| folder.path().join(name));
+    let mut net = Imitation::net();
+    let mut optim = in_8_bits().init(&net);
+    for step in 0..Imitation::STEPS {
+        if step == 10 {
+            checkpoint::save(&single, &net, &optim, &step).unwrap();
+        }
+        let grads = imitation.gradients(&net);
+        net = optim.step(Imitation::LR, net, grads);
+    }
+    let expected = floats(&net);
+
+    let load = |path, states| {
+        let optim = in_8_bits().with_state_dtype(states).init(&Imitation::net());
+        checkpoint::load::<_, u64, _>(path, Imitation::net(), optim).unwrap()
+    };
+    let (mut net, mut optim, start) = load(&single, StateDtype::Int8);
+    for _ in start..Imitation::STEPS {
+        let grads = imitation.gradients(&net);
+        net = optim.step(Imitation::LR, net, grads);
+    }
+    assert_same(&floats(&net), &expected, "one parameter at a time");
+
+    let optim = in_8_bits().init_batched(&Imitation::net()).unwrap();
+    let (net, optim, _) = optim.load::<_, u64>(&single, Imitation::net()).unwrap();
+    optim.save(&batched, &net, &start).unwrap();
+    let optim = in_8_bits().init_batched(&Imitation::net()).unwrap();
+    let (mut net, mut optim, _) = optim.load::<_, u64>(&batched, Imitation::net()).unwrap();
+    for _ in start..Imitation::STEPS {
+        let grads = imitation.gradients(&net);
+        net = optim.step(Imitation::LR, net, grads).unwrap();
+    }
+    assert_same(&floats(&net), &expected, "a whole model");
+
+    // The next step reads the decoded momentum, whatever type stores the new one.
+    let next = |states| {
+        let (net, mut optim, _) = load(&batched, states);
+        let grads = imitation.gradients(&net);
+        floats(&optim.step(Imitation::LR, net, grads))
+    };
+    let coded = next(StateDtype::Int8);
+    assert_same(&next(StateDtype::Float32), &coded, "to float32");
+}
+
+/// A state by itself, whose momentum is float32.
+#[test]
+fn momentum_in_8_bits_is_read_in_float32() {
+    let muon = in_8_bits().with_momentum(0.9.into()).build();
+    let gradient = Imitation::net().layers[0].weight.val().inner();
+    let (_, state) = muon.step(LR, gradient.clone(), gradient.clone(), None);
+    let momentum = state.unwrap().momentum();
+    assert_eq!((momentum.dtype(), momentum.dims()), (DType::F32, [20, 20]));
+    let expected = gradient.mul_scalar(0.1);
+    let largest = expected.clone().abs().max().into_scalar::<f32>();
+    let error = (momentum - expected).abs().max().into_scalar::<f32>();
+    assert!(error > 0.0 && error < 0.008 * largest, "{error} of {largest}");
 }

@@ -20,6 +20,7 @@ fn an_estimate_is_what_a_run_reports() {
         (4, " --rows dp"),
         (2, " --overlap=false"),
         (2, " --dtype bf16"),
+        (2, " --states int8"),
     ] {
         let estimate = format!("--estimate ranks={ranks} --optimizer dist-muon{options}");
         let estimate = succeed(folder.path(), &estimate);
