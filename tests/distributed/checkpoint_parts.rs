@@ -27,6 +27,8 @@ pub const IN_PROCESS: &[Case] = cases![
     an_interrupted_save_leaves_the_checkpoint_before,
     a_part_that_does_not_come_is_named,
     the_last_folders_are_kept_and_the_latest_is_found,
+    files_that_no_save_wrote_stay,
+    the_index_of_another_program_is_not_replaced,
 ];
 
 /// A model and its optimizer, new or of a checkpoint, after some steps.
@@ -150,7 +152,7 @@ fn damaged_parts_are_rejected() {
     }
     let outside = String::from_utf8(sound.clone()).unwrap().replacen("part-", "../part-", 1);
     fs::write(&index, outside).unwrap();
-    assert!(load_errors(&path)[0].contains("is not a file name"));
+    assert!(load_errors(&path)[0].contains("is not the name of a part"));
     fs::write(&index, &sound).unwrap();
 
     let part = fs::read(&parts[2]).unwrap();
@@ -162,7 +164,7 @@ fn damaged_parts_are_rejected() {
     fs::write(&parts[2], part).unwrap();
 
     fs::remove_file(&index).unwrap();
-    assert!(load_errors(&path)[0].contains("cannot read its `index.json`"));
+    assert!(load_errors(&path)[0].contains("it has no `index.json`"));
     fs::write(&index, sound).unwrap();
     ranks_here(2, |world| train(&world, Some(&path), 1..2).map(|_| ())).unwrap();
 }
@@ -267,4 +269,65 @@ fn the_last_folders_are_kept_and_the_latest_is_found() {
     // It has no index.
     fs::create_dir(path(5)).unwrap();
     assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(4)));
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn files_that_no_save_wrote_stay() {
+    let folder = Folder::create();
+    let path = |step: u64| folder.path().join(format!("step-{step}"));
+    let write = |step: u64, names: &[&str]| {
+        fs::create_dir_all(path(step)).unwrap();
+        names.iter().for_each(|name| fs::write(path(step).join(name), "{}").unwrap());
+    };
+    // A folder and a file of another program.
+    write(2, &["index.json", "page.html"]);
+    fs::write(path(1), "not a checkpoint").unwrap();
+    assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(1)), "the folder is none");
+
+    // Names that are almost those of parts, in a checkpoint, and what killed saves have left there.
+    let users =
+        ["config.json", "part-00000.parquet", "part-1-0.bpk", "part-ABCD000000000001-0.bpk"];
+    let more = ["part-0000000000000001-0.json", "part-0000000000000001-00.bpk", "index.json.tmp"];
+    let left = ["part-0000000000000001-0.bpk", "part-0000000000000001-1.failed"];
+    let temporary = ["part-0000000000000001-7.bpk.12-3.tmp", "index.json.12-3.tmp"];
+    for names in [&users[..], &more, &left, &temporary] {
+        write(3, names);
+    }
+    let mut users = [&users[..], &more].concat();
+    users.sort_unstable();
+    let is_users = |name: &String| users.contains(&name.as_str());
+    saved(&folder, "step-3", 1);
+    let found = names(&path(3));
+    assert_eq!(found.len(), users.len() + 3 + 1, "{found:?}");
+    assert_eq!(found.iter().filter(|name| is_users(name)).count(), users.len(), "{found:?}");
+
+    ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..1)?;
+        let mut saver = Saver::new().with_parts().with_keep_last(1);
+        saver.save(path(4), &net, &optim, &4)?;
+        saver.wait()
+    })
+    .unwrap();
+    assert_eq!(names(&path(3)), users);
+    assert_eq!(names(&path(2)), ["index.json", "page.html"]);
+    assert_eq!(names(folder.path()), ["step-1", "step-2", "step-3", "step-4"]);
+    assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(4)));
+}
+
+fn the_index_of_another_program_is_not_replaced() {
+    let folder = Folder::create();
+    let path = folder.path().join("site");
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("index.json"), r#"{"pages": []}"#).unwrap();
+    let errors = ranks_here(2, |world| Ok(save(&world, &path, 0, &1).unwrap_err().to_string()));
+    for error in errors.unwrap() {
+        assert!(error.contains("is not a checkpoint's, and is not replaced"), "{error}");
+    }
+    assert_eq!(names(&path), ["index.json"]);
 }
