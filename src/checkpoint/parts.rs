@@ -14,7 +14,7 @@ use burn_pack::AtomicFile;
 use serde::{Deserialize, Serialize};
 
 use super::layout::Seal;
-use super::read::{Archive, broken};
+use super::read::{Archive, broken, unopened};
 use super::write::failed;
 use crate::error::{Error, Result};
 
@@ -408,23 +408,28 @@ fn open_folder(folder: &Path) -> Result<Archive> {
 
 fn open_part(folder: &Path, part: &IndexedPart) -> Result<Archive> {
     let path = folder.join(&part.file);
-    let file = File::open(&path).map_err(|error| Error::Checkpoint {
-        path: path.clone(),
-        reason: format!("the part is missing: {error}"),
-        remedy: "copy all files of the folder, or load an older checkpoint",
-    });
-    let seal = Seal::read(&mut file?).map_err(|reason| broken(&path, reason))?;
+    let mut file = File::open(&path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => Error::Checkpoint {
+            path: path.clone(),
+            reason: format!("the part is missing: {error}"),
+            remedy: "copy all files of the folder, or load an older checkpoint",
+        },
+        _ => unopened(&path, &error),
+    })?;
+    let seal = Seal::read(&mut file).map_err(|reason| broken(&path, reason))?;
     if seal.as_ref() != Some(&part.seal) {
         let got = seal.map_or("a damaged end".to_owned(), |seal| seal.to_string());
         let reason = format!("it is of another save: expected {}, got {got}", part.seal);
         return Err(broken(&path, reason));
     }
-    Archive::open(&path)
+    Archive::open_part(&path)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::write::{Contents, Saving};
+    use burn::tensor::{DType, TensorData};
+
+    use super::super::write::{Contents, Planned, Saving};
     use super::*;
 
     /// Patience for parts that are there.
@@ -509,5 +514,34 @@ mod tests {
         });
         assert!(error.contains("rank 1 did not write its part in 300ms"), "{error}");
         assert!(start.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_parts_of_an_open_checkpoint_are_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let parts: Vec<Part> = (0..9).map(|rank| Part::new(folder.path(), 1, [rank, 9])).collect();
+        for (rank, part) in parts.iter().enumerate() {
+            let name = format!("tensor-{rank}");
+            let planned = Planned::new(name, DType::F32, vec![2], None);
+            let contents = Contents { tensors: vec![planned], ..Contents::default() };
+            let mut saving = Saving::start(&part.path(), contents, usize::MAX).unwrap();
+            saving.put(TensorData::from([rank as f32, 1.0])).unwrap();
+            saving.finish().unwrap();
+        }
+        parts[0].complete(&patience()).unwrap();
+        let archive = open(folder.path()).unwrap();
+        let held = fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let held = held.filter_map(|entry| fs::read_link(entry.path()).ok());
+        assert_eq!(held.filter(|file| file.starts_with(folder.path())).count(), 0);
+        assert_eq!(archive.data("tensor-7").unwrap(), TensorData::from([7.0f32, 1.0]));
+        // The error of a part that is damaged or gone names it.
+        let bytes = fs::read(parts[7].path()).unwrap();
+        let flipped: Vec<u8> = bytes.iter().map(|byte| byte ^ 1).collect();
+        fs::write(parts[7].path(), flipped).unwrap();
+        assert!(archive.data("tensor-7").unwrap_err().to_string().contains("-7.bpk"));
+        fs::remove_file(parts[7].path()).unwrap();
+        let error = archive.data("tensor-7").unwrap_err().to_string();
+        assert!(error.contains("-7.bpk") && error.contains("cannot open the file"), "{error}");
     }
 }
