@@ -6,10 +6,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Distribution, Int, Tensor};
 use distmuon::Result;
 use distmuon::checkpoint::{self, Saver};
 use distmuon::comm::World;
-use distmuon::distributed::{DistModuleOptimizer, Gradients};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients};
 use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{Case, Folder, cases};
 use serde::{Serialize, Serializer};
@@ -29,6 +32,7 @@ pub const IN_PROCESS: &[Case] = cases![
     the_last_folders_are_kept_and_the_latest_is_found,
     files_that_no_save_wrote_stay,
     the_index_of_another_program_is_not_replaced,
+    rank_0_writes_what_the_ranks_have_differently,
 ];
 
 /// A model and its optimizer, new or of a checkpoint, after some steps.
@@ -330,4 +334,62 @@ fn the_index_of_another_program_is_not_replaced() {
         assert!(error.contains("is not a checkpoint's, and is not replaced"), "{error}");
     }
     assert_eq!(names(&path), ["index.json"]);
+}
+
+/// A model with values that are not trained.
+#[derive(Module, Debug)]
+struct Normalized {
+    linear: Linear,
+    norms: Vec<BatchNorm>,
+    seen: Param<Tensor<1, Int>>,
+    other: Param<Tensor<1, Int>>,
+}
+
+impl Normalized {
+    fn new(device: &Device) -> Self {
+        let seen = || Param::initialized(ParamId::new(), Tensor::zeros([6], device));
+        Self {
+            linear: LinearConfig::new(6, 6).init(device),
+            norms: (0..3).map(|_| BatchNormConfig::new(6).init(device)).collect(),
+            seen: seen(),
+            other: seen(),
+        }
+    }
+
+    /// All that no optimizer trains.
+    fn untrained(&self) -> Vec<Vec<u8>> {
+        let running = self.norms.iter().flat_map(|norm| [&norm.running_mean, &norm.running_var]);
+        let running = running.map(|state| state.value_sync().into_data());
+        let seen = [&self.seen, &self.other].map(|seen| seen.val().into_data());
+        running.chain(seen).map(|data| data.as_bytes().to_vec()).collect()
+    }
+}
+
+/// Every rank has seen other data.
+fn rank_0_writes_what_the_ranks_have_differently() {
+    let folder = Folder::create();
+    let [whole, parts] = ["run.bpk", "run.parts"].map(|name| folder.path().join(name));
+    let untrained = ranks_here(3, |world| {
+        let mut net = world.broadcast(Normalized::new(world.device()))?;
+        let optim = DistMuonConfig::new().init(&world, &net)?;
+        let rank = world.rank() as f64;
+        for norm in &net.norms {
+            let of_rank = Distribution::Normal(rank, 1.0 + rank);
+            norm.forward(Tensor::<2>::random([8, 6], of_rank, world.device()));
+        }
+        net.seen = net.seen.map(|seen| seen.add_scalar(1 + world.rank() as i64));
+        net.other = net.other.map(|seen| seen.add_scalar(5 + world.rank() as i64));
+        let untrained = net.untrained();
+        checkpoint::save(&whole, &net, &optim, &1)?;
+        let mut saver = Saver::new().with_parts();
+        saver.save(&parts, &net, &optim, &1)?;
+        saver.wait()?;
+        Ok(untrained)
+    });
+    let untrained = untrained.unwrap();
+    assert!(untrained[0].iter().zip(&untrained[1]).all(|(first, other)| first != other));
+    for path in [whole, parts] {
+        let loaded = checkpoint::load_weights(&path, Normalized::new(&device())).unwrap();
+        assert!(loaded.untrained() == untrained[0], "{path:?}");
+    }
 }

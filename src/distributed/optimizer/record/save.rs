@@ -1,6 +1,6 @@
 //! The collection of the states of all ranks, and the files that ranks write.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use burn::module::Module;
@@ -26,24 +26,33 @@ struct Writers {
 }
 
 impl Writers {
-    /// Every tensor is written by the rank with the fewest bytes so far, of `ranks` that write.
+    /// Rank 0 writes the slices of all ranks, which meet there, and what the ranks may have
+    /// differently, such as running statistics: all of it belongs together. Every other tensor is
+    /// written by the rank with the fewest bytes so far, of `ranks` that write.
     fn new(ranks: usize, divided: &DividedModel, entries: &[Entry]) -> Self {
+        let trained = divided.parameters.iter().map(|parameter| &*parameter.path);
+        let trained: HashSet<&str> = trained.collect();
+        let is_of_rank_0 = |entry: &Entry| {
+            let is_slice = divided.cuts.slice(entry.path()).is_some();
+            is_slice || !entry.is_divided && !trained.contains(entry.path())
+        };
         let mut written = vec![0; ranks];
-        let mut next = |only: Option<usize>, bytes: usize| {
-            let rank = only.unwrap_or_else(|| least(&written));
+        let of_rank_0 = entries.iter().filter(|entry| is_of_rank_0(entry));
+        written[0] = of_rank_0.map(|entry| entry.planned.bytes).sum();
+        let mut next = |bytes: usize| {
+            let rank = least(&written);
             written[rank] += bytes;
             rank
         };
-        let model = entries.iter().map(|entry| {
-            // Slices meet on rank 0.
-            let only = divided.cuts.slice(entry.path()).map(|_| 0);
-            next(only, entry.planned.bytes)
+        let model = entries.iter().map(|entry| match is_of_rank_0(entry) {
+            true => 0,
+            false => next(entry.planned.bytes),
         });
         let model = model.collect();
         let slots = divided.slots_of_buckets().map(|(bucket, slot)| {
             let values = divided.slot_values(bucket, slot.name).by_parameter();
             let elements: usize = values.values().flatten().map(|segment| segment.len).sum();
-            next(None, elements * slot.dtype.resolve(bucket.dtype).size())
+            next(elements * slot.dtype.resolve(bucket.dtype).size())
         });
         Self { model, slots: slots.collect() }
     }
