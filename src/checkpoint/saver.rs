@@ -203,6 +203,13 @@ impl Saver {
         self.wait()
     }
 
+    /// Waits for the end of a save that has failed on a rank, and drops its error, which all ranks
+    /// have got.
+    pub(crate) fn abandon(&mut self) {
+        self.hurry();
+        self.wait().ok();
+    }
+
     /// Shortens the patience of the running save: perhaps another rank has failed, and its part
     /// will not come.
     fn hurry(&self) {

@@ -33,6 +33,7 @@ pub const IN_PROCESS: &[Case] = cases![
     files_that_no_save_wrote_stay,
     the_index_of_another_program_is_not_replaced,
     rank_0_writes_what_the_ranks_have_differently,
+    a_failed_save_is_one_error,
 ];
 
 /// A model and its optimizer, new or of a checkpoint, after some steps.
@@ -391,5 +392,24 @@ fn rank_0_writes_what_the_ranks_have_differently() {
     for path in [whole, parts] {
         let loaded = checkpoint::load_weights(&path, Normalized::new(&device())).unwrap();
         assert!(loaded.untrained() == untrained[0], "{path:?}");
+    }
+}
+
+fn a_failed_save_is_one_error() {
+    let folder = Folder::create();
+    let path = saved(&folder, "run", 1);
+    for broken in [0, 2] {
+        ranks_here(3, |world| {
+            let (net, optim) = train(&world, None, 0..1)?;
+            let mut saver = Saver::new().with_parts().with_patience(Duration::from_secs(20));
+            let unwritable = Unwritable(world.rank() == broken);
+            let error = saver.save(&path, &net, &optim, &unwritable).unwrap_err();
+            assert!(error.to_string().contains("pen is broken"), "{error}");
+            saver.save(&path, &net, &optim, &(10 + broken))?;
+            saver.wait()
+        })
+        .unwrap();
+        assert_eq!(checkpoint::progress::<usize>(&path).unwrap(), 10 + broken);
+        assert_eq!(files(&path).0.len(), 3, "the files of the failed save are removed");
     }
 }
