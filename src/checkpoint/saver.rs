@@ -150,7 +150,7 @@ impl Saver {
     ///
     /// As [`checkpoint::save`](super::save); the error of the save before, in which case nothing is
     /// saved; [`Error::Usage`] if an earlier save still runs and is not [waited
-    /// for](WhenBusy::Refuse), or for a name without a number whose [last files
+    /// for](WhenBusy::Refuse), for an empty path, or for a name without a number whose [last files
     /// are to be kept](Self::with_keep_last).
     pub fn save<M: Module, T: Serialize>(
         &mut self,
@@ -181,10 +181,13 @@ impl Saver {
 
     /// Fails if a save to a path can't begin: on a rank that writes, for all ranks.
     pub(crate) fn prepare(&mut self, path: &Path) -> Result<()> {
-        if self.in_parts {
-            let created = fs::create_dir_all(path);
-            created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
-            parts::ensure_ours(path)?;
+        if path.as_os_str().is_empty() {
+            return Err(Error::usage(
+                "the path of the checkpoint is empty",
+                "a file, or a folder for parts",
+                "\"\"",
+                "pass a name, such as `step-300.bpk`",
+            ));
         }
         if self.keep_last.is_some() {
             // Before anything is written: files whose names have no number would never be removed.
@@ -200,7 +203,13 @@ impl Saver {
         }
         // Also returns the error of the earlier save, which nothing else would report before the
         // end.
-        self.wait()
+        self.wait()?;
+        if self.in_parts {
+            let created = fs::create_dir_all(path);
+            created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
+            parts::ensure_ours(path)?;
+        }
+        Ok(())
     }
 
     /// Waits for the end of a save that has failed on a rank, and drops its error, which all ranks

@@ -34,6 +34,7 @@ pub const IN_PROCESS: &[Case] = cases![
     the_index_of_another_program_is_not_replaced,
     rank_0_writes_what_the_ranks_have_differently,
     a_failed_save_is_one_error,
+    a_refused_save_makes_no_folder,
 ];
 
 /// A model and its optimizer, new or of a checkpoint, after some steps.
@@ -412,4 +413,21 @@ fn a_failed_save_is_one_error() {
         assert_eq!(checkpoint::progress::<usize>(&path).unwrap(), 10 + broken);
         assert_eq!(files(&path).0.len(), 3, "the files of the failed save are removed");
     }
+}
+
+fn a_refused_save_makes_no_folder() {
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    let errors = ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..0)?;
+        let mut saver = Saver::new().with_parts();
+        let empty = saver.save("", &net, &optim, &1).unwrap_err();
+        let numberless = saver.with_keep_last(1).save(&path, &net, &optim, &1).unwrap_err();
+        Ok([empty, numberless].map(|error| error.to_string()))
+    });
+    for [empty, numberless] in errors.unwrap() {
+        assert!(empty.contains("the path of the checkpoint is empty"), "{empty}");
+        assert!(numberless.contains("has no number"), "{numberless}");
+    }
+    assert!(!path.exists());
 }
