@@ -5,6 +5,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
+use std::path::Path;
 
 use burn::tensor::DType;
 use burn_pack::{Scalar, TENSOR_ALIGNMENT};
@@ -47,6 +48,11 @@ pub struct Seal {
 }
 
 impl Seal {
+    /// Returns `true` for a file that ends like a checkpoint.
+    pub fn is_of(path: &Path) -> bool {
+        File::open(path).is_ok_and(|mut file| matches!(Self::read(&mut file), Ok(Some(_))))
+    }
+
     /// Reads the seal of a file. `None` if it does not end like a checkpoint.
     ///
     /// # Errors

@@ -298,7 +298,7 @@ impl Checkpointed for ModuleOptimizer {
         let names: Vec<String> = of_model.names().map(str::to_owned).collect();
         let entries = entries(model, &Undivided);
         let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
-        let target = saver.target(path, Saver::number(), [0, 1]);
+        let target = saver.target(path, saver.number(path), [0, 1]);
         let to = (&*target.file(), saver.host_bytes());
         let mut saving = start(to, (model, &Undivided), (planned, contents), progress)?;
         for entry in entries {

@@ -49,12 +49,33 @@ pub struct Stored {
 enum Location {
     /// A range of the file: `bytes` bytes of elements, then zeros. The checksum covers both.
     File {
-        file: Arc<Mutex<File>>,
+        file: Arc<Source>,
         range: Range<u64>,
         bytes: usize,
         checksum: u32,
     },
     Memory(Bytes),
+}
+
+/// A file with tensors.
+struct Source {
+    path: PathBuf,
+    /// The open file, which a save may replace. `None` for a file that is opened for every read.
+    file: Option<Mutex<File>>,
+}
+
+impl Source {
+    /// Reads from the file, and names it in the error.
+    fn read<T>(&self, read: impl FnOnce(&mut File) -> Result<T, String>) -> Result<T> {
+        let read = match &self.file {
+            // One position for all readers: a seek and its read belong together.
+            Some(file) => read(&mut file.lock().expect("no holder of the lock panics")),
+            None => {
+                read(&mut File::open(&self.path).map_err(|error| unopened(&self.path, &error))?)
+            }
+        };
+        read.map_err(|reason| broken(&self.path, reason))
+    }
 }
 
 impl Stored {
@@ -74,9 +95,22 @@ impl Archive {
     ///
     /// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::open_as(path, |file| Some(Mutex::new(file)))
+    }
+
+    /// Opens one of many files, which are never replaced. Each is open only while it is read, since
+    /// a process can have only so many open files.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub fn open_part(path: &Path) -> Result<Self> {
+        Self::open_as(path, |_| None)
+    }
+
+    fn open_as(path: &Path, kept: impl FnOnce(File) -> Option<Mutex<File>>) -> Result<Self> {
         let broken = |reason: String| broken(path, reason);
-        let mut file =
-            File::open(path).map_err(|error| broken(format!("cannot open the file: {error}")))?;
+        let mut file = File::open(path).map_err(|error| unopened(path, &error))?;
         let Some((index, bytes)) = Index::read(&mut file).map_err(broken)? else {
             return Self::open_other(path);
         };
@@ -84,7 +118,7 @@ impl Archive {
         // The head is not used here, but Burn's tools read it: damage must not wait for them.
         verify("its head", index.head.checksum, head).map_err(broken)?;
         let spans = index.spans().expect("`Index::read` has checked the spans");
-        let file = Arc::new(Mutex::new(file));
+        let file = Arc::new(Source { path: path.to_owned(), file: kept(file) });
         let tensors = index.tensors.into_iter().zip(spans).map(|(section, range)| {
             let location = Location::File {
                 file: file.clone(),
@@ -322,14 +356,12 @@ impl Archive {
             Location::Memory(bytes) => bytes.clone(),
             Location::File { file, range, bytes, checksum } => {
                 let part = format!("tensor `{name}`");
-                // One position for all readers: a seek and its read belong together.
-                let mut file = file.lock().expect("no holder of the lock panics");
                 let count = (range.end - range.start) as usize;
-                // Verified in memory: a second read could return other bytes.
-                let read = bytes_at(&mut file, range.start, count, &part).and_then(|data| {
+                let mut data = file.read(|file| {
+                    let data = bytes_at(file, range.start, count, &part)?;
+                    // Verified in memory: a second read could return other bytes.
                     verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
-                });
-                let mut data = read.map_err(|reason| self.broken(reason))?;
+                })?;
                 // The zeros after the elements were read for the checksum only.
                 data.truncate(*bytes);
                 Bytes::from_bytes_vec(data)
@@ -351,10 +383,7 @@ impl Archive {
             return Ok(());
         };
         let part = format!("tensor `{name}`");
-        let mut file = file.lock().expect("no holder of the lock panics");
-        let actual = checksum_of(&mut file, range.clone(), &part);
-        let verified = actual.and_then(|actual| verify(&part, *checksum, actual));
-        verified.map_err(|reason| self.broken(reason))
+        file.read(|file| verify(&part, *checksum, checksum_of(file, range.clone(), &part)?))
     }
 
     /// Converts a state to Burn's record, which is in host memory as a whole. The names are those
@@ -425,6 +454,11 @@ pub(super) fn broken(path: &Path, reason: String) -> Error {
         reason,
         remedy: "check the path, or load an older checkpoint",
     }
+}
+
+/// The error of a file that can't be opened.
+pub(super) fn unopened(path: &Path, error: &std::io::Error) -> Error {
+    broken(path, format!("cannot open the file: {error}"))
 }
 
 /// A hash of the parts, the same in every process that runs the same program.

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use burn::module::Module;
 use serde::Serialize;
 
 use super::Checkpointed;
+use super::layout::Seal;
 use super::parts::{self, Part, Patience};
 use super::write::{Saving, failed};
 use crate::error::{Error, Result};
@@ -60,11 +61,17 @@ pub struct Saver {
     host_bytes: usize,
     /// `true` if every rank writes a file.
     in_parts: bool,
-    /// The longest time without a change in the folder of the parts, also of a running save.
-    patience: Patience,
+    /// The longest time without a change in the parts of a save.
+    patience: Duration,
     is_immediate: bool,
-    /// The thread of the last save.
-    running: Option<JoinHandle<Result<()>>>,
+    running: Option<Running>,
+}
+
+/// The thread of the last save.
+#[derive(Debug)]
+struct Running {
+    thread: JoinHandle<Result<()>>,
+    patience: Patience,
 }
 
 impl Default for Saver {
@@ -82,7 +89,7 @@ impl Saver {
             keep_last: None,
             host_bytes: usize::MAX,
             in_parts: false,
-            patience: Patience::new(PATIENCE),
+            patience: PATIENCE,
             is_immediate: false,
             running: None,
         }
@@ -106,10 +113,10 @@ impl Saver {
     }
 
     /// Sets the time for which rank 0 waits for the [parts](Self::with_parts) of other ranks while
-    /// nothing changes in their folder: ten minutes by default, and ten seconds at most for a saver
-    /// that is dropped.
+    /// none of them grows: ten minutes by default, and one minute at most for a saver that is
+    /// dropped, or once a rank has failed.
     pub fn with_patience(mut self, patience: Duration) -> Self {
-        self.patience = Patience::new(patience);
+        self.patience = patience;
         self
     }
 
@@ -120,8 +127,9 @@ impl Saver {
     }
 
     /// Keeps the last `count` files or [folders of parts](Self::with_parts), at least one. A save
-    /// that has succeeded removes the others beside it, whose names differ from its own only in
-    /// the last number, which has to be smaller. Names without a number are refused.
+    /// that has succeeded removes the other checkpoints beside it, whose names differ from its own
+    /// only in the last number, which has to be smaller. Names without a number are refused. The
+    /// user's files in a folder stay.
     pub fn with_keep_last(mut self, count: usize) -> Self {
         self.keep_last = Some(count.max(1));
         self
@@ -142,8 +150,8 @@ impl Saver {
     ///
     /// As [`checkpoint::save`](super::save); the error of the save before, in which case nothing is
     /// saved; [`Error::Usage`] if an earlier save still runs and is not [waited
-    /// for](WhenBusy::Refuse), or for a name without a number whose [last files are to be
-    /// kept](Self::with_keep_last).
+    /// for](WhenBusy::Refuse), for an empty path, or for a name without a number whose [last files
+    /// are to be kept](Self::with_keep_last).
     pub fn save<M: Module, T: Serialize>(
         &mut self,
         path: impl AsRef<Path>,
@@ -156,7 +164,7 @@ impl Saver {
 
     /// Returns `true` while this rank writes a file.
     pub fn is_saving(&self) -> bool {
-        self.running.as_ref().is_some_and(|running| !running.is_finished())
+        self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }
 
     /// Waits until the file of the last save is complete; with [parts](Self::with_parts), until
@@ -168,14 +176,18 @@ impl Saver {
     /// [`Error::Checkpoint`] if it can't be written: a previous file at the path is then unchanged.
     pub fn wait(&mut self) -> Result<()> {
         let Some(running) = self.running.take() else { return Ok(()) };
-        running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        running.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
 
     /// Fails if a save to a path can't begin: on a rank that writes, for all ranks.
     pub(crate) fn prepare(&mut self, path: &Path) -> Result<()> {
-        if self.in_parts {
-            let created = fs::create_dir_all(path);
-            created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
+        if path.as_os_str().is_empty() {
+            return Err(Error::usage(
+                "the path of the checkpoint is empty",
+                "a file, or a folder for parts",
+                "\"\"",
+                "pass a name, such as `step-300.bpk`",
+            ));
         }
         if self.keep_last.is_some() {
             // Before anything is written: files whose names have no number would never be removed.
@@ -191,7 +203,26 @@ impl Saver {
         }
         // Also returns the error of the earlier save, which nothing else would report before the
         // end.
-        self.wait()
+        self.wait()?;
+        if self.in_parts {
+            let created = fs::create_dir_all(path);
+            created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
+            parts::ensure_ours(path)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the end of a save that has failed on a rank, and drops its error, which all ranks
+    /// have got.
+    pub(crate) fn abandon(&mut self) {
+        self.hurry();
+        self.wait().ok();
+    }
+
+    /// Shortens the patience of the running save: perhaps another rank has failed, and its part
+    /// will not come.
+    fn hurry(&self) {
+        self.running.iter().for_each(|running| running.patience.shorten(GRACE));
     }
 
     /// Bytes that may wait for the writer.
@@ -204,10 +235,9 @@ impl Saver {
         self.in_parts
     }
 
-    /// A number for the next save, which no save to the same folder has had.
-    pub(crate) fn number() -> u64 {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        now.as_nanos() as u64
+    /// A number for the next save to a path, which no save to the same folder has had.
+    pub(crate) fn number(&self, path: &Path) -> u64 {
+        if self.in_parts { parts::next_save(path) } else { 0 }
     }
 
     /// The file of a rank, which writes, in the save of this number.
@@ -219,14 +249,14 @@ impl Saver {
     /// Completes a file whose tensors have all been put, or fails with the error of one of them.
     pub(crate) fn finish(&mut self, target: Target, saving: Result<Saving>) -> Result<()> {
         let saving = saving.inspect_err(|error| target.give_up(error))?;
-        let (keep_last, patience) = (self.keep_last, self.patience.clone());
-        let to = target.clone();
+        let (keep_last, patience) = (self.keep_last, Patience::new(self.patience));
+        let (to, waits) = (target.clone(), patience.clone());
         let finish = move || {
             saving.finish().inspect_err(|error| to.give_up(error))?;
             if to.part.as_ref().is_some_and(|part| !part.is_first()) {
                 return Ok(());
             }
-            to.part.iter().try_for_each(|part| part.complete(&patience))?;
+            to.part.iter().try_for_each(|part| part.complete(&waits))?;
             // After the new file is complete, so that there are never fewer.
             keep_last.map_or(Ok(()), |count| remove_older(&to.path, count))
         };
@@ -235,15 +265,16 @@ impl Saver {
         }
         let thread = thread::Builder::new().name("save".to_owned()).spawn(finish);
         let no_thread = |error| failed(&target.path, &format!("cannot start a thread: {error}"));
-        self.running = Some(thread.map_err(no_thread).inspect_err(|error| target.give_up(error))?);
+        let thread = thread.map_err(no_thread).inspect_err(|error| target.give_up(error))?;
+        self.running = Some(Running { thread, patience });
         Ok(())
     }
 }
 
-/// The longest time without a change in the folder of the parts, by default.
+/// The longest time without a change in the parts of a save, by default.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// The same for a saver that is dropped.
-const GRACE: Duration = Duration::from_secs(10);
+/// The same once a rank may have failed. A part does not grow while its file is synced.
+const GRACE: Duration = Duration::from_secs(60);
 
 /// The checkpoint at a path, and this rank's part of it if it has parts.
 #[derive(Clone)]
@@ -267,10 +298,9 @@ impl Target {
 impl Drop for Saver {
     fn drop(&mut self) {
         let is_panicking = thread::panicking();
-        // Perhaps another rank has failed, and its part will not come.
-        self.patience.shorten(GRACE);
+        self.hurry();
         if let Some(running) = self.running.take()
-            && let Ok(Err(error)) = running.join()
+            && let Ok(Err(error)) = running.thread.join()
             && !is_panicking
         {
             log::error!("the last checkpoint was not saved: {error}");
@@ -291,11 +321,13 @@ pub fn latest(path: impl AsRef<Path>) -> Result<Option<PathBuf>> {
     Ok(numbered.siblings(path)?.pop_last().map(|(_, file)| file))
 }
 
-/// Removes the files with a smaller number than a path's, except for the last ones.
+/// Removes the checkpoints with a smaller number than a path's, except for the last ones.
 fn remove_older(path: &Path, keep: usize) -> Result<()> {
     let numbered = Numbered::of(path)?;
     let older: Vec<_> = numbered.siblings(path)?.range(..=numbered.number).map(file).collect();
-    for path in older.iter().rev().skip(keep) {
+    // A folder was looked into already.
+    let is_ours = |path: &&PathBuf| path.is_dir() || Seal::is_of(path);
+    for path in older.iter().rev().filter(is_ours).skip(keep) {
         let removed = if path.is_dir() { parts::remove(path) } else { fs::remove_file(path) };
         removed.map_err(|error| failed(path, &error.to_string()))?;
     }
@@ -352,7 +384,7 @@ impl<'a> Numbered<'a> {
             let Some(found) = name.to_str().and_then(Numbered::split) else { continue };
             let is_alike = (found.before, found.after) == (self.before, self.after);
             let path = path.with_file_name(&name);
-            // A folder without an index is not complete, or not a checkpoint.
+            // A folder without the index of a checkpoint is not complete, or another's.
             if is_alike && (!path.is_dir() || parts::is_checkpoint(&path)) {
                 siblings.insert(found.number, path);
             }

@@ -9,7 +9,7 @@ use burn::tensor::{DType, TensorData};
 use super::file::{self, Written, transposed};
 use super::forms::Form;
 use super::{Exchange, Implementation, OPTIMIZER, STEP};
-use crate::checkpoint::{Archive, Difference, DifferenceKind, MODEL, States, prefixed};
+use crate::checkpoint::{self, Archive, Difference, DifferenceKind, MODEL, States, prefixed};
 use crate::error::{Error, Result};
 use crate::update::{CORRECTIONS, MOMENTS, MOMENTUM, SKIPPED, TIME};
 
@@ -37,9 +37,9 @@ impl Exchange {
         model: &M,
     ) -> Result<Vec<Difference>> {
         let forms = self.forms(model)?;
-        let checkpoint = checkpoint.as_ref();
-        let states = States::new(Archive::open(checkpoint)?);
-        let mut tensors = self.weights(checkpoint, states.archive(), &forms)?;
+        let path = checkpoint.as_ref();
+        let states = States::new(checkpoint::open(path)?);
+        let mut tensors = self.weights(path, states.archive(), &forms)?;
         // Damage is reported even in what the file does not get.
         let unread = states.unread(|path| forms.contains_key(path));
         unread.into_iter().try_for_each(|name| states.archive().verify(name))?;

@@ -6,10 +6,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use burn::module::{Module, Param, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::tensor::{Device, Distribution, Int, Tensor};
 use distmuon::Result;
 use distmuon::checkpoint::{self, Saver};
 use distmuon::comm::World;
-use distmuon::distributed::{DistModuleOptimizer, Gradients};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients};
 use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{Case, Folder, cases};
 use serde::{Serialize, Serializer};
@@ -27,6 +30,11 @@ pub const IN_PROCESS: &[Case] = cases![
     an_interrupted_save_leaves_the_checkpoint_before,
     a_part_that_does_not_come_is_named,
     the_last_folders_are_kept_and_the_latest_is_found,
+    files_that_no_save_wrote_stay,
+    the_index_of_another_program_is_not_replaced,
+    rank_0_writes_what_the_ranks_have_differently,
+    a_failed_save_is_one_error,
+    a_refused_save_makes_no_folder,
 ];
 
 /// A model and its optimizer, new or of a checkpoint, after some steps.
@@ -150,7 +158,7 @@ fn damaged_parts_are_rejected() {
     }
     let outside = String::from_utf8(sound.clone()).unwrap().replacen("part-", "../part-", 1);
     fs::write(&index, outside).unwrap();
-    assert!(load_errors(&path)[0].contains("is not a file name"));
+    assert!(load_errors(&path)[0].contains("is not the name of a part"));
     fs::write(&index, &sound).unwrap();
 
     let part = fs::read(&parts[2]).unwrap();
@@ -162,7 +170,7 @@ fn damaged_parts_are_rejected() {
     fs::write(&parts[2], part).unwrap();
 
     fs::remove_file(&index).unwrap();
-    assert!(load_errors(&path)[0].contains("cannot read its `index.json`"));
+    assert!(load_errors(&path)[0].contains("it has no `index.json`"));
     fs::write(&index, sound).unwrap();
     ranks_here(2, |world| train(&world, Some(&path), 1..2).map(|_| ())).unwrap();
 }
@@ -267,4 +275,159 @@ fn the_last_folders_are_kept_and_the_latest_is_found() {
     // It has no index.
     fs::create_dir(path(5)).unwrap();
     assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(4)));
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn files_that_no_save_wrote_stay() {
+    let folder = Folder::create();
+    let path = |step: u64| folder.path().join(format!("step-{step}"));
+    let write = |step: u64, names: &[&str]| {
+        fs::create_dir_all(path(step)).unwrap();
+        names.iter().for_each(|name| fs::write(path(step).join(name), "{}").unwrap());
+    };
+    // A folder and a file of another program.
+    write(2, &["index.json", "page.html"]);
+    fs::write(path(1), "not a checkpoint").unwrap();
+    assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(1)), "the folder is none");
+
+    // Names that are almost those of parts, in a checkpoint, and what killed saves have left there.
+    let users =
+        ["config.json", "part-00000.parquet", "part-1-0.bpk", "part-ABCD000000000001-0.bpk"];
+    let more = ["part-0000000000000001-0.json", "part-0000000000000001-00.bpk", "index.json.tmp"];
+    let left = ["part-0000000000000001-0.bpk", "part-0000000000000001-1.failed"];
+    let temporary = ["part-0000000000000001-7.bpk.12-3.tmp", "index.json.12-3.tmp"];
+    for names in [&users[..], &more, &left, &temporary] {
+        write(3, names);
+    }
+    let mut users = [&users[..], &more].concat();
+    users.sort_unstable();
+    let is_users = |name: &String| users.contains(&name.as_str());
+    saved(&folder, "step-3", 1);
+    let found = names(&path(3));
+    assert_eq!(found.len(), users.len() + 3 + 1, "{found:?}");
+    assert_eq!(found.iter().filter(|name| is_users(name)).count(), users.len(), "{found:?}");
+
+    ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..1)?;
+        let mut saver = Saver::new().with_parts().with_keep_last(1);
+        saver.save(path(4), &net, &optim, &4)?;
+        saver.wait()
+    })
+    .unwrap();
+    assert_eq!(names(&path(3)), users);
+    assert_eq!(names(&path(2)), ["index.json", "page.html"]);
+    assert_eq!(names(folder.path()), ["step-1", "step-2", "step-3", "step-4"]);
+    assert_eq!(checkpoint::latest(path(0)).unwrap(), Some(path(4)));
+}
+
+fn the_index_of_another_program_is_not_replaced() {
+    let folder = Folder::create();
+    let path = folder.path().join("site");
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("index.json"), r#"{"pages": []}"#).unwrap();
+    let errors = ranks_here(2, |world| Ok(save(&world, &path, 0, &1).unwrap_err().to_string()));
+    for error in errors.unwrap() {
+        assert!(error.contains("is not a checkpoint's, and is not replaced"), "{error}");
+    }
+    assert_eq!(names(&path), ["index.json"]);
+}
+
+/// A model with values that are not trained.
+#[derive(Module, Debug)]
+struct Normalized {
+    linear: Linear,
+    norms: Vec<BatchNorm>,
+    seen: Param<Tensor<1, Int>>,
+    other: Param<Tensor<1, Int>>,
+}
+
+impl Normalized {
+    fn new(device: &Device) -> Self {
+        let seen = || Param::initialized(ParamId::new(), Tensor::zeros([6], device));
+        Self {
+            linear: LinearConfig::new(6, 6).init(device),
+            norms: (0..3).map(|_| BatchNormConfig::new(6).init(device)).collect(),
+            seen: seen(),
+            other: seen(),
+        }
+    }
+
+    /// All that no optimizer trains.
+    fn untrained(&self) -> Vec<Vec<u8>> {
+        let running = self.norms.iter().flat_map(|norm| [&norm.running_mean, &norm.running_var]);
+        let running = running.map(|state| state.value_sync().into_data());
+        let seen = [&self.seen, &self.other].map(|seen| seen.val().into_data());
+        running.chain(seen).map(|data| data.as_bytes().to_vec()).collect()
+    }
+}
+
+/// Every rank has seen other data.
+fn rank_0_writes_what_the_ranks_have_differently() {
+    let folder = Folder::create();
+    let [whole, parts] = ["run.bpk", "run.parts"].map(|name| folder.path().join(name));
+    let untrained = ranks_here(3, |world| {
+        let mut net = world.broadcast(Normalized::new(world.device()))?;
+        let optim = DistMuonConfig::new().init(&world, &net)?;
+        let rank = world.rank() as f64;
+        for norm in &net.norms {
+            let of_rank = Distribution::Normal(rank, 1.0 + rank);
+            norm.forward(Tensor::<2>::random([8, 6], of_rank, world.device()));
+        }
+        net.seen = net.seen.map(|seen| seen.add_scalar(1 + world.rank() as i64));
+        net.other = net.other.map(|seen| seen.add_scalar(5 + world.rank() as i64));
+        let untrained = net.untrained();
+        checkpoint::save(&whole, &net, &optim, &1)?;
+        let mut saver = Saver::new().with_parts();
+        saver.save(&parts, &net, &optim, &1)?;
+        saver.wait()?;
+        Ok(untrained)
+    });
+    let untrained = untrained.unwrap();
+    assert!(untrained[0].iter().zip(&untrained[1]).all(|(first, other)| first != other));
+    for path in [whole, parts] {
+        let loaded = checkpoint::load_weights(&path, Normalized::new(&device())).unwrap();
+        assert!(loaded.untrained() == untrained[0], "{path:?}");
+    }
+}
+
+fn a_failed_save_is_one_error() {
+    let folder = Folder::create();
+    let path = saved(&folder, "run", 1);
+    for broken in [0, 2] {
+        ranks_here(3, |world| {
+            let (net, optim) = train(&world, None, 0..1)?;
+            let mut saver = Saver::new().with_parts().with_patience(Duration::from_secs(20));
+            let unwritable = Unwritable(world.rank() == broken);
+            let error = saver.save(&path, &net, &optim, &unwritable).unwrap_err();
+            assert!(error.to_string().contains("pen is broken"), "{error}");
+            saver.save(&path, &net, &optim, &(10 + broken))?;
+            saver.wait()
+        })
+        .unwrap();
+        assert_eq!(checkpoint::progress::<usize>(&path).unwrap(), 10 + broken);
+        assert_eq!(files(&path).0.len(), 3, "the files of the failed save are removed");
+    }
+}
+
+fn a_refused_save_makes_no_folder() {
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    let errors = ranks_here(2, |world| {
+        let (net, optim) = train(&world, None, 0..0)?;
+        let mut saver = Saver::new().with_parts();
+        let empty = saver.save("", &net, &optim, &1).unwrap_err();
+        let numberless = saver.with_keep_last(1).save(&path, &net, &optim, &1).unwrap_err();
+        Ok([empty, numberless].map(|error| error.to_string()))
+    });
+    for [empty, numberless] in errors.unwrap() {
+        assert!(empty.contains("the path of the checkpoint is empty"), "{empty}");
+        assert!(numberless.contains("has no number"), "{numberless}");
+    }
+    assert!(!path.exists());
 }

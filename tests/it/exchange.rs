@@ -118,6 +118,20 @@ fn transpose(matrix: Tensor<2>) -> Vec<u8> {
 }
 
 #[test]
+fn a_checkpoint_in_parts_leaves_as_a_file_does() {
+    let (folder, (net, optim)) = saved(&config(MomentumForm::Average));
+    let at = |name: &str| folder.path().join(name);
+    let mut saver = checkpoint::Saver::new().with_parts();
+    saver.save(at("run.parts"), &net, &optim, &3usize).unwrap();
+    saver.wait().unwrap();
+    let exchange = Exchange::new(Implementation::Torch);
+    for from in ["run.bpk", "run.parts"] {
+        exchange.export(at(from), at(&format!("{from}.file")), &Net::new(1)).unwrap();
+    }
+    assert!(tensors(&at("run.bpk.file")) == tensors(&at("run.parts.file")));
+}
+
+#[test]
 fn a_run_comes_back_from_every_implementation_and_continues() {
     for implementation in Implementation::ALL {
         let config = config(form(implementation));

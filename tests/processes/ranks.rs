@@ -194,7 +194,8 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
         }
         Ok(())
     });
-    let mut saver = std::env::var_os(IN_PARTS).map(|_| Saver::new().with_parts());
+    let saver = || Saver::new().with_parts().with_patience(DEADLINE / 6);
+    let mut saver = std::env::var_os(IN_PARTS).map(|_| saver());
     let path = folder.join(if saver.is_some() { "run.parts" } else { "run.ckpt" });
     let mut net = world.broadcast(model(world.device()))?;
     let mut optim = config().init(&world, &net)?;

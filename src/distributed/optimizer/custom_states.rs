@@ -1,5 +1,5 @@
 //! The states that users' optimizers made, in records and checkpoints: only the owner of a
-//! parameter knows the names and shapes of its state, and rank 0 writes it.
+//! parameter knows the names and shapes of its state. Rank 0 writes it, or in parts the owner.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,9 +1,10 @@
 //! The states of all ranks as one, as of the single-device optimizer: a record or a checkpoint
 //! does not depend on the ranks, the plan or the engine.
 //!
-//! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more
-//! than a bucket on the host. A load reads on every rank only the tensors that its shards need,
-//! after the ranks have compared the files.
+//! A save gathers the states bucket by bucket on the rank that writes them: on rank 0, or in parts
+//! on the rank that has the fewest bytes so far. No rank holds more than a bucket on the host. A
+//! load reads on every rank only the tensors that its shards need, after the ranks have compared
+//! the files.
 
 mod contents;
 mod load;
@@ -188,7 +189,13 @@ impl Checkpointed for DistModuleOptimizer {
         let parts = world.agree(prepared.and_then(|()| self.divided.divided_values(model)))?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = self.announced(self.write((saver, path), model, parts, progress))?;
-        world.agree(written)
+        let agreed = world.agree(written);
+        if agreed.is_err() {
+            let _busy = Busy::new(world.communicator());
+            // Rank 0 is still waiting for the part that a rank could not write.
+            saver.abandon();
+        }
+        agreed
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(

@@ -1,6 +1,6 @@
 //! The collection of the states of all ranks, and the files that ranks write.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use burn::module::Module;
@@ -26,24 +26,33 @@ struct Writers {
 }
 
 impl Writers {
-    /// Every tensor is written by the rank with the fewest bytes so far, of `ranks` that write.
+    /// Rank 0 writes the slices of all ranks, which meet there, and what the ranks may have
+    /// differently, such as running statistics: all of it belongs together. Every other tensor is
+    /// written by the rank with the fewest bytes so far, of `ranks` that write.
     fn new(ranks: usize, divided: &DividedModel, entries: &[Entry]) -> Self {
+        let trained = divided.parameters.iter().map(|parameter| &*parameter.path);
+        let trained: HashSet<&str> = trained.collect();
+        let is_of_rank_0 = |entry: &Entry| {
+            let is_slice = divided.cuts.slice(entry.path()).is_some();
+            is_slice || !entry.is_divided && !trained.contains(entry.path())
+        };
         let mut written = vec![0; ranks];
-        let mut next = |only: Option<usize>, bytes: usize| {
-            let rank = only.unwrap_or_else(|| least(&written));
+        let of_rank_0 = entries.iter().filter(|entry| is_of_rank_0(entry));
+        written[0] = of_rank_0.map(|entry| entry.planned.bytes).sum();
+        let mut next = |bytes: usize| {
+            let rank = least(&written);
             written[rank] += bytes;
             rank
         };
-        let model = entries.iter().map(|entry| {
-            // Slices meet on rank 0.
-            let only = divided.cuts.slice(entry.path()).map(|_| 0);
-            next(only, entry.planned.bytes)
+        let model = entries.iter().map(|entry| match is_of_rank_0(entry) {
+            true => 0,
+            false => next(entry.planned.bytes),
         });
         let model = model.collect();
         let slots = divided.slots_of_buckets().map(|(bucket, slot)| {
             let values = divided.slot_values(bucket, slot.name).by_parameter();
             let elements: usize = values.values().flatten().map(|segment| segment.len).sum();
-            next(None, elements * slot.dtype.resolve(bucket.dtype).size())
+            next(elements * slot.dtype.resolve(bucket.dtype).size())
         });
         Self { model, slots: slots.collect() }
     }
@@ -71,7 +80,8 @@ impl DistModuleOptimizer {
         let writes = in_parts || world.is_main();
         let _busy = writes.then(|| Busy::new(world.communicator()));
         let mut entries = checkpoint::entries(model, divided);
-        let save = if in_parts { share_identities(world, &mut entries)? } else { 0 };
+        let save =
+            if in_parts { share_identities(world, saver.number(path), &mut entries)? } else { 0 };
         let writers = Writers::new(if in_parts { world.size() } else { 1 }, divided, &entries);
         let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
         let own = OwnStates::gather(divided, shards, receivers)?;
@@ -118,11 +128,11 @@ impl DistModuleOptimizer {
     }
 }
 
-/// Gives the entries of all ranks the identities of rank 0's, and returns a number of the save, so
-/// that the parts of all ranks agree. All ranks make this call.
-fn share_identities(world: &World, entries: &mut [Entry]) -> Result<u64> {
+/// Gives the entries of all ranks the identities of rank 0's, and returns its number of the save,
+/// so that the parts of all ranks agree. All ranks make this call.
+fn share_identities(world: &World, save: u64, entries: &mut [Entry]) -> Result<u64> {
     let ids: Vec<Option<u64>> = entries.iter().map(|entry| entry.planned.id).collect();
-    let (save, ids) = world.broadcast_value(&(Saver::number(), ids), 0)?;
+    let (save, ids) = world.broadcast_value(&(save, ids), 0)?;
     entries.iter_mut().zip(ids).for_each(|(entry, id)| entry.planned.id = id);
     Ok(save)
 }
