@@ -53,7 +53,8 @@ pub fn joined(tensor: &Tensor<1>, ranges: impl Iterator<Item = Range<usize>>) ->
 /// length of `elements` elements, at the same place.
 fn distance(ranges: &[Range<usize>], elements: usize) -> Option<usize> {
     let [first, second, ..] = ranges else { return None };
-    let distance = second.start - first.start;
+    // On a mesh, the parts of owners may be in another order than the elements.
+    let distance = second.start.checked_sub(first.start)?;
     let is_alike = |(index, range): (usize, &Range<usize>)| {
         *range == (first.start + index * distance..first.end + index * distance)
     };
@@ -127,4 +128,31 @@ pub fn empty(dtype: DType, device: &Device) -> Tensor<1> {
 /// Bytes of a tensor's elements.
 pub fn bytes<const D: usize>(tensor: &Tensor<D>) -> usize {
     tensor.shape().num_elements() * tensor.dtype().size()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_at_equal_distances_are_lines() {
+        let of = |ranges: &[[usize; 2]], elements| {
+            let ranges: Vec<_> = ranges.iter().map(|[start, end]| *start..*end).collect();
+            distance(&ranges, elements)
+        };
+        assert_eq!(of(&[[0, 2], [3, 5], [6, 8]], 9), Some(3));
+        assert_eq!(of(&[[1, 3], [4, 6]], 6), Some(3));
+        // Another distance, a part without a range, ranges that cross the end of a part, one range,
+        // ranges that follow each other, and the reverse order.
+        for (ranges, elements) in [
+            (&[[0, 2], [3, 5], [7, 9]][..], 9),
+            (&[[0, 2], [3, 5]], 9),
+            (&[[2, 4], [5, 7]], 6),
+            (&[[0, 2]], 4),
+            (&[[0, 2], [2, 4]], 4),
+            (&[[4, 8], [0, 4]], 8),
+        ] {
+            assert_eq!(of(ranges, elements), None, "{ranges:?}");
+        }
+    }
 }

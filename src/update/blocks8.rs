@@ -113,10 +113,11 @@ impl Blocks8 {
 
     /// The values in float32.
     pub fn into_values(self) -> Tensor<1> {
-        let codes = self.codes.cast(FloatDType::F32);
-        if codes.dims() == [0] {
-            return codes;
+        if self.codes.dims() == [0] {
+            // No operation on a tensor without elements: see `slices::zeros`.
+            return slices::empty(DType::F32, &self.codes.device());
         }
+        let codes = self.codes.cast(FloatDType::F32);
         // A product is exactly 1 for the largest code on every device, and a quotient may not be.
         let units = in_blocks(codes.mul_scalar(1.0 / LARGEST_CODE), self.matrix);
         let values = units.clone() * units.abs();

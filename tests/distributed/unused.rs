@@ -405,11 +405,11 @@ fn the_uses_of_a_pass_are_one_small_message() {
     let times = ranks_here(2, |world| {
         let start = Instant::now();
         for _ in 0..1000 {
-            world.comm().or_bytes(vec![0; 75])?;
+            world.comm().or_bytes(vec![0; 150])?;
         }
         Ok(start.elapsed() / 1000)
     });
-    println!("the uses of 300 parameters are 75 bytes, in {:?}", times.unwrap());
+    println!("the uses of 300 parameters are 150 bytes, in {:?}", times.unwrap());
 }
 
 /// The errors of all ranks, which have no result.

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::state::{LeafUses, PassState, Uses};
+use super::state::{LeafUses, PassState};
 use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
@@ -88,26 +88,29 @@ impl Passes {
             return Ok(());
         }
         let count = self.parameters.len();
-        // Two bits for each parameter, used and not used: a union of both on all ranks shows where
-        // they differ.
-        let mut bits = vec![0; (2 * count).div_ceil(8)];
-        let has_micro_batches = state.uses.iter().any(Uses::are_earlier);
+        // Four bits for each parameter: used and not used, with earlier gradients and without. A
+        // union on all ranks shows where they differ.
+        let mut bits = vec![0; (4 * count).div_ceil(8)];
         for (index, uses) in state.uses.iter().enumerate() {
             let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
             if uses.are_in_pass() || uses.are_earlier() {
                 set(index);
             }
-            // A gradient without earlier ones may be half precision where others have a sum in
-            // float32: it counts as unused, so that all ranks send it in float32, at the end.
-            if !uses.are_in_pass() || has_micro_batches && !uses.are_earlier() {
+            if !uses.are_in_pass() {
                 set(count + index);
             }
+            set(if uses.are_earlier() { 2 * count + index } else { 3 * count + index });
         }
         let united = self.groups.world.comm().or_bytes(bits);
         let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
         let is_set = |bit: usize| united[bit / 8] >> (bit % 8) & 1 == 1;
-        state.partial =
-            Some((0..count).map(|index| is_set(index) && is_set(count + index)).collect());
+        let is_partial = |index: usize| {
+            // A gradient may be half precision where others have a sum with earlier ones in
+            // float32: all ranks then send it in float32, at the end.
+            let is_mixed = is_set(2 * count + index) && is_set(3 * count + index);
+            is_set(index) && (is_set(count + index) || is_mixed)
+        };
+        state.partial = Some((0..count).map(is_partial).collect());
         Ok(())
     }
 
