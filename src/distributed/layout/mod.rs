@@ -294,9 +294,9 @@ impl Layout {
     /// encoder of a modality. The gradient of such a rank counts as zero: the mean is that of all
     /// ranks.
     ///
-    /// Every backward pass then begins with a message of four bits per parameter, in which the ranks
-    /// exchange which parameters they use. Those that only some use are reduced at the end of the
-    /// pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
+    /// Every backward pass then begins with a message of four bits per parameter, in which the
+    /// ranks exchange which parameters they use. Those that only some use are reduced at the end of
+    /// the pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
     /// forward pass.
     ///
     /// Without this setting, such passes are errors, as are passes that use parameters in another
