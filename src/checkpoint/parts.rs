@@ -211,9 +211,9 @@ impl Part {
         let written = file.write_all(&bytes).and_then(|()| file.sync_all());
         written.map_err(|error| failed(&path, &error.to_string()))?;
         // As late as possible: another run may save to the folder.
-        let found = find_index(&self.folder)?.map_or(0, |index| index.save());
+        let found = last_save(&self.folder)?;
         if found > self.save {
-            return Err(self.beaten(format!("expected save {:016x}, got {found:016x}", self.save)));
+            return Err(self.beaten_by(found));
         }
         scratch.commit().map_err(refused)
     }
@@ -231,14 +231,18 @@ impl Part {
     /// Fails if a save of another run has replaced the index, or removed a part before it was
     /// listed.
     fn ensure_complete(&self) -> Result<()> {
-        let found = find_index(&self.folder)?.map_or(0, |index| index.save());
+        let found = last_save(&self.folder)?;
         if found != self.save {
-            return Err(self.beaten(format!("expected save {:016x}, got {found:016x}", self.save)));
+            return Err(self.beaten_by(found));
         }
         match (0..self.ranks).map(|rank| self.path_of(rank)).find(|path| !path.exists()) {
             Some(missing) => Err(self.beaten(format!("expected {missing:?}, got no such file"))),
             None => Ok(()),
         }
+    }
+
+    fn beaten_by(&self, save: u64) -> Error {
+        self.beaten(format!("expected save {:016x}, got {save:016x}", self.save))
     }
 
     fn beaten(&self, found: String) -> Error {
@@ -315,10 +319,15 @@ fn bytes_of(part: &Part) -> u64 {
     files.filter_map(|(_, path)| path.metadata().ok()).map(|metadata| metadata.len()).sum()
 }
 
+/// The number of the save that completed a folder, or 0 if none has.
+fn last_save(folder: &Path) -> Result<u64> {
+    Ok(find_index(folder)?.map_or(0, |index| index.save()))
+}
+
 /// A number for the next save to a folder, larger than its checkpoint's.
 pub fn next_save(folder: &Path) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let last = find_index(folder).ok().flatten().map_or(0, |index| index.save());
+    let last = last_save(folder).unwrap_or(0);
     // The clock of the host that wrote it may be ahead.
     (now.as_nanos() as u64).max(last.saturating_add(1))
 }

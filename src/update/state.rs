@@ -306,8 +306,9 @@ impl Slots {
     pub fn convert(&mut self, table: &[Slot], parameter: DType) {
         for slot in table {
             let value = self.value_mut(slot.name);
-            if matches!(value.stored, Some(Stored::Int8(_))) && value.dtype == slot.dtype {
-                // Not decoded and coded at every step.
+            let is_coded = matches!(value.stored, Some(Stored::Int16(_) | Stored::Int8(_)));
+            if is_coded && value.dtype == slot.dtype {
+                // Not decoded and coded at every step: codes do not depend on the parameter's type.
                 continue;
             }
             value.dtype = slot.dtype;

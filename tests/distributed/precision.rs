@@ -1,6 +1,9 @@
 //! Parameters in half precision on ranks: master weights, random rounding, loss scaling, and the
 //! bytes of each rank.
 
+use std::ops::Range;
+use std::path::Path;
+
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
@@ -121,6 +124,32 @@ fn every_kind_of_master_weights_is_the_same_on_any_number_of_ranks() {
     }
 }
 
+/// The values after some steps of a run on ranks, which continues from its file unless it begins.
+fn steps_of_run(
+    path: &Path,
+    count: usize,
+    (dist, dtype): (&DistMuonConfig, DType),
+    range: Range<u64>,
+    saves: bool,
+) -> Vec<f32> {
+    let trained = ranks(count, |world| {
+        let mut net = Net::new(dtype, world.device());
+        let mut optim = dist.init(&world, &net)?;
+        if range.start > 0 {
+            (net, optim, _) = optim.load::<_, u64>(path, net)?;
+        }
+        for step in range.clone() {
+            let grads = gradients(&net, step, dtype);
+            net = optim.step(LR, net, grads)?;
+        }
+        if saves {
+            optim.save(path, &net, &range.end)?;
+        }
+        Ok(floats(&net))
+    });
+    trained.unwrap().swap_remove(0)
+}
+
 fn checkpoints_continue_with_the_bits_of_master_weights() {
     if !has(FloatDType::BF16) {
         return;
@@ -135,24 +164,10 @@ fn checkpoints_continue_with_the_bits_of_master_weights() {
         let config = config(master).with_state_dtype(states);
         let expected = alone(DType::BF16, &config);
         let path = folder.path().join(format!("{master:?}"));
-        let steps = |count: usize, range: std::ops::Range<u64>| {
+        let steps = |count: usize, range: Range<u64>| {
             let dist = dist(config.clone()).with_gradients(Gradients::Averaged);
-            let trained = ranks(count, |world| {
-                let mut net = Net::new(DType::BF16, world.device());
-                let mut optim = dist.init(&world, &net)?;
-                if range.start > 0 {
-                    (net, optim, _) = optim.load::<_, u64>(&path, net)?;
-                }
-                for step in range.clone() {
-                    let grads = gradients(&net, step, DType::BF16);
-                    net = optim.step(LR, net, grads)?;
-                }
-                if range.end < STEPS {
-                    optim.save(&path, &net, &range.end)?;
-                }
-                Ok(floats(&net))
-            });
-            trained.unwrap().swap_remove(0)
+            let saves = range.end < STEPS;
+            steps_of_run(&path, count, (&dist, DType::BF16), range, saves)
         };
         steps(4, 0..2);
         steps(3, 2..4);
@@ -217,25 +232,11 @@ fn momentum_in_8_bits_moves_between_ranks_and_types() {
     const STEPS: u64 = 8;
     let folder = Folder::create();
     let path = folder.path().join("run");
-    let steps = |count: usize, states: StateDtype, range: std::ops::Range<u64>| {
+    let steps = |count: usize, states: StateDtype, range: Range<u64>| {
         let muon = config(MasterWeights::Full).with_state_dtype(states);
         let dist = dist(muon).with_gradients(Gradients::Averaged);
-        let trained = ranks(count, |world| {
-            let mut net = Net::new(DType::F32, world.device());
-            let mut optim = dist.init(&world, &net)?;
-            if range.start > 0 {
-                (net, optim, _) = optim.load::<_, u64>(&path, net)?;
-            }
-            for step in range.clone() {
-                let grads = gradients(&net, step, DType::F32);
-                net = optim.step(LR, net, grads)?;
-            }
-            if range.start == 0 && range.end < STEPS {
-                optim.save(&path, &net, &range.end)?;
-            }
-            Ok(floats(&net))
-        });
-        trained.unwrap().swap_remove(0)
+        let saves = range.start == 0 && range.end < STEPS;
+        steps_of_run(&path, count, (&dist, DType::F32), range, saves)
     };
     let expected = steps(1, StateDtype::Int8, 0..STEPS);
     let next = steps(1, StateDtype::Int8, 0..5);

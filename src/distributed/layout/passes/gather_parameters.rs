@@ -220,24 +220,23 @@ impl Passes {
         if purpose == Purpose::Training {
             self.land_publication(state, &self.parameters[index])?;
         }
-        Ok(state.arrived_part(index, purpose))
+        Ok(state.arrived_part(index, purpose).map(|(values, part)| (values, part.clone())))
     }
 }
 
 impl PassState {
     /// The part of a parameter that a pass of a kind will most likely use, unless it is on its way.
     /// One that was not used yet is known only at its use.
-    fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<Part> {
-        let identified = |(values, part): (Values, Tensor<1>)| (Some(values), part);
+    fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<(Option<Values>, &Tensor<1>)> {
         let Uses { part, published, evaluated, .. } = &self.uses[index];
-        match purpose {
-            // The part of this pass before the last step's: an older model may be in use.
-            Purpose::Training => {
-                let part = part.clone().map(identified);
-                part.or_else(|| published.clone().map(|part| (None, part)))
-            }
-            Purpose::Evaluation => evaluated.clone().map(identified),
-        }
+        let used = match purpose {
+            Purpose::Training => part,
+            Purpose::Evaluation => evaluated,
+        };
+        // The part of this pass before the last step's: an older model may be in use.
+        let published = published.as_ref().filter(|_| purpose == Purpose::Training);
+        let used = used.as_ref().map(|(values, part)| (Some(*values), part));
+        used.or(published.map(|part| (None, part)))
     }
 
     /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on

@@ -80,8 +80,8 @@ impl DistModuleOptimizer {
         let writes = in_parts || world.is_main();
         let _busy = writes.then(|| Busy::new(world.communicator()));
         let mut entries = checkpoint::entries(model, divided);
-        let save =
-            if in_parts { share_identities(world, saver.number(path), &mut entries)? } else { 0 };
+        let number = || saver.number(path);
+        let save = if in_parts { share_identities(world, number, &mut entries)? } else { 0 };
         let writers = Writers::new(if in_parts { world.size() } else { 1 }, divided, &entries);
         let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
         let own = OwnStates::gather(divided, shards, receivers)?;
@@ -130,7 +130,13 @@ impl DistModuleOptimizer {
 
 /// Gives the entries of all ranks the identities of rank 0's, and returns its number of the save,
 /// so that the parts of all ranks agree. All ranks make this call.
-fn share_identities(world: &World, save: u64, entries: &mut [Entry]) -> Result<u64> {
+fn share_identities(
+    world: &World,
+    number: impl FnOnce() -> u64,
+    entries: &mut [Entry],
+) -> Result<u64> {
+    // Rank 0 alone looks into the folder.
+    let save = if world.is_main() { number() } else { 0 };
     let ids: Vec<Option<u64>> = entries.iter().map(|entry| entry.planned.id).collect();
     let (save, ids) = world.broadcast_value(&(save, ids), 0)?;
     entries.iter_mut().zip(ids).for_each(|(entry, id)| entry.planned.id = id);
