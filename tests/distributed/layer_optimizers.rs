@@ -7,17 +7,16 @@ use std::process::Command;
 use std::{env, fs};
 
 use burn::optim::{AdafactorConfig, LearningRate, Optimizer};
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{Device, Tensor};
 use distmuon::custom::{LayerOptimizer, Rejected};
 use distmuon::distributed::plan::{Balancing, Costs};
 use distmuon::distributed::{Axis, CostSource, DistMuonConfig, Layout, Mesh};
 use distmuon::{Error, MuonConfig, RoutingRule};
-use distmuon_testing::excused;
 use distmuon_testing::soap::{Soap, SoapState};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::cuts::{Cutting, loss, slices};
-use crate::{Net, config, device, ranks, ranks_here, trained};
+use crate::{Net, config, device, loads_states, ranks, ranks_here, trained};
 
 pub const EVERYWHERE: &[Case] = cases![
     soap_gives_the_bits_of_one_device_on_every_layout,
@@ -155,17 +154,8 @@ fn soap_gives_the_bits_of_one_device_on_every_layout() {
     }
 }
 
-/// Burn reads the state of an optimizer in the default type of the device.
-fn reads_states() -> bool {
-    let is_default = device().settings().float_dtype == FloatDType::F32;
-    if !is_default {
-        excused("Burn loads the state of an optimizer in the device's default type");
-    }
-    is_default
-}
-
 fn states_of_soap_move_between_layouts_and_numbers_of_ranks() {
-    if !reads_states() {
+    if !loads_states() {
         return;
     }
     let (folder, expected) = (Folder::create(), on_one_device(&muon(), 6));
@@ -190,7 +180,7 @@ fn states_of_soap_move_between_layouts_and_numbers_of_ranks() {
 const FOLDER: &str = "DISTMUON_TEST_FOLDER";
 
 fn states_of_soap_continue_in_a_new_process() {
-    if !reads_states() {
+    if !loads_states() {
         return;
     }
     let (saved, weights) = ("run.ckpt", "weights");

@@ -32,6 +32,7 @@ use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{Expectation, MuonConfig, Result, RoutingRule};
+use distmuon_testing::excused;
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
 use distmuon_testing::models::{Fixed, gradients, values, weights};
@@ -152,6 +153,15 @@ impl Net {
 
 fn device() -> Device {
     Device::default().autodiff()
+}
+
+/// Burn loads the states of users' optimizers in the device's default type only.
+fn loads_states() -> bool {
+    let is_default = device().settings().float_dtype == FloatDType::F32;
+    if !is_default {
+        excused("Burn loads the state of an optimizer in the device's default type");
+    }
+    is_default
 }
 
 fn config() -> DistMuonConfig {
