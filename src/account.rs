@@ -6,7 +6,7 @@ use std::fmt;
 use comfy_table::{CellAlignment, Table, presets};
 use serde::{Deserialize, Serialize};
 
-use crate::blocks::Blocks;
+use crate::matrix_blocks::Blocks;
 use crate::routing::{ParameterRole, ParameterRoute, Routing};
 use crate::update::{Entries, ONLY_RANK};
 pub use crate::update::{IterationUsed, UpdatedBy};

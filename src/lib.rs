@@ -125,7 +125,6 @@
 
 pub mod account;
 mod backend;
-mod blocks;
 pub mod certificate;
 pub mod checkpoint;
 mod checks;
@@ -140,6 +139,7 @@ mod gradient_buffer;
 pub mod guide;
 pub mod link;
 mod load_difference;
+mod matrix_blocks;
 mod matrix_view;
 #[cfg(feature = "train")]
 mod metric;
@@ -166,7 +166,6 @@ mod update;
 
 pub use account::Account;
 pub use backend::{ComputePath, KernelPolicy, NativeKernels};
-pub use blocks::BlockSide;
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;
@@ -176,6 +175,7 @@ pub use distributed::{DistMuonStrategy, LearnerLogits};
 pub use elementwise::{AdamWConfig, ElementwiseConfig, LionConfig};
 pub use error::{Error, Result};
 pub use gradient_buffer::GradientBuffer;
+pub use matrix_blocks::BlockSide;
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
 pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, MuonShareMetric, SkippedStepsMetric};

@@ -22,7 +22,7 @@
 
 mod agreement;
 mod call;
-mod choice;
+mod choose_engine;
 mod communicator;
 #[cfg(feature = "processes")]
 mod control;

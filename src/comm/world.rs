@@ -14,7 +14,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Shape, Tensor};
 use comfy_table::{Table, presets};
 
-use super::choice::{self, Choice};
+use super::choose_engine::{self, Choice};
 use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
@@ -241,7 +241,7 @@ impl World {
     {
         let devices: Vec<Device> = devices.into_iter().collect();
         check(&devices)?;
-        match choice::of_devices(&devices) {
+        match choose_engine::of_devices(&devices) {
             #[cfg(feature = "cuda")]
             Choice::Nccl => return Self::nccl_threads(deadline, devices, cuda_memory, run),
             Choice::WithoutNccl(warning) => log::warn!("{warning}"),
@@ -325,7 +325,7 @@ impl World {
         let launch = Launch::from_env()?;
         let device = launch.device();
         #[cfg(feature = "cuda")]
-        if choice::cuda_index(&device).is_some() {
+        if choose_engine::cuda_index(&device).is_some() {
             return Self::nccl(&launch, device, DEADLINE);
         }
         #[cfg(feature = "mpi")]

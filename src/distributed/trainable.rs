@@ -8,10 +8,10 @@ use burn::module::ParamId;
 use burn::optim::join_path;
 use burn::tensor::DType;
 
-use crate::blocks::Blocks;
 use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::distributed::sliced_parameters::Cuts;
 use crate::error::Result;
+use crate::matrix_blocks::Blocks;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
 use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, RoleFactors, SKIPPED, Slot, StepSize};

@@ -5,8 +5,8 @@ use burn::optim::{
 };
 use burn::tensor::{Device, Tensor};
 
-use crate::blocks::Blocks;
 use crate::elementwise::{Elementwise, ElementwiseState};
+use crate::matrix_blocks::Blocks;
 use crate::update::{ELEMENTS, Resumable};
 
 /// The rules of a parameter's blocks.

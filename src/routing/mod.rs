@@ -10,8 +10,8 @@ mod layers;
 mod names;
 mod rules;
 mod settings;
+mod shapes_without_view;
 mod summary;
-mod views;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,9 +20,9 @@ use std::sync::Arc;
 use burn::module::{ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
-use crate::blocks::{BlockSide, Blocks};
 use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
+use crate::matrix_blocks::{BlockSide, Blocks};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 use crate::update::{
@@ -350,7 +350,7 @@ impl Routing {
             ruled.flatten().unwrap_or(built_in)
         };
         let decisions: Vec<_> = built_in.into_iter().map(decide).collect();
-        views::ensure_views(parameters.iter().zip(&decisions))?;
+        shapes_without_view::ensure_views(parameters.iter().zip(&decisions))?;
         let routes = parameters.iter().zip(decisions);
         let routes = routes.map(|(found, decision)| updates.route(found, &decision));
         let routes = routes.collect::<Result<_>>()?;

@@ -14,11 +14,11 @@
 //! and every line is one function: `backend::update_momentum`, [`Part::apply`],
 //! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
-mod blocks8;
 mod clipping;
 mod custom;
 mod elementwise;
 mod idle_matrices;
+mod int8_blocks;
 mod layer;
 mod ledger;
 mod lr_scale;

@@ -4,7 +4,7 @@
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::blocks8::LARGEST_DECAY;
+use super::int8_blocks::LARGEST_DECAY;
 use super::rounding::{Origin, joined, rounded, split, stochastic};
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use crate::error::{Error, Result};

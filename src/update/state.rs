@@ -5,7 +5,7 @@ use burn::optim::{StateSink, StateSource};
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Shape, Tensor, TensorData};
 
 use super::ONLY_RANK;
-use super::blocks8::{self, Blocks8};
+use super::int8_blocks::{self, Blocks8};
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
@@ -80,7 +80,7 @@ impl SlotDtype {
     fn bytes(self, values: usize, parameter: DType) -> usize {
         match self {
             Self::Int16 => values * size_of::<i16>(),
-            Self::Int8Blocks { matrix } => blocks8::bytes(values, matrix),
+            Self::Int8Blocks { matrix } => int8_blocks::bytes(values, matrix),
             Self::Precise | Self::F32 | Self::BFloat16 => values * self.resolve(parameter).size(),
         }
     }

@@ -8,12 +8,12 @@
 
 mod authentication;
 mod call_board;
-mod endpoint;
+mod connect;
+mod connection_to_member;
+mod connection_to_server;
 mod heartbeat_times;
-mod member_connection;
 mod protocol;
 mod server;
-mod server_connection;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 pub use authentication::random_secret;
-pub use endpoint::Endpoint;
-use member_connection::{Answer, Link, Waiting};
+pub use connect::Endpoint;
+use connection_to_server::{Answer, Link, Waiting};
 use protocol::{MAX_CALL, Op, Outcome, Request};
 
 use super::rounds::{Failure, WaitPoint};

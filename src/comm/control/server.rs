@@ -18,9 +18,9 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use super::super::rounds::Rounds;
 use super::authentication::{Admission, Challenge, Hello, VERSION};
 use super::call_board::{CallBoard, Outbox};
+use super::connection_to_member::{Peer, Role};
 use super::heartbeat_times::{HeartbeatTimes, STALL};
 use super::protocol::{Frame, MAX_MESSAGE, Reply, Request, parse, parse_all, short_frame};
-use super::server_connection::{Peer, Role};
 
 /// The time that a process has to authenticate itself.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -8,7 +8,7 @@ mod many_ranks;
 use std::net::{Shutdown, TcpListener, TcpStream};
 
 use super::authentication::{Admission, Challenge, Hello};
-use super::endpoint::handshake;
+use super::connect::handshake;
 use super::protocol::{MAX_UNAUTHENTICATED_MESSAGE, short_frame, write};
 use super::*;
 

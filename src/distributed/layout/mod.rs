@@ -1,6 +1,7 @@
 //! The division of a model's parameters among ranks.
 
 mod choose_owners;
+mod default_limits;
 mod divide_model;
 mod form;
 mod identity;
@@ -10,7 +11,6 @@ mod passes;
 mod predicted_uses;
 mod reparameterizations;
 mod table;
-mod two_layers;
 mod weight_average;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -38,10 +38,10 @@ use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
 use crate::routing::Routing;
 use choose_owners::Chosen;
+pub(super) use default_limits::bytes_of_two_layers;
 use identity::Identities;
 use pass_parameter::{ParameterShards, Position};
 use passes::{Groups, Limits};
-pub(super) use two_layers::bytes_of_two_layers;
 
 /// The largest number of dimensions of parameters whose gradients the backward pass reduces.
 const MOST_DIMENSIONS: usize = 6;

@@ -6,9 +6,9 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::form::Form;
-use crate::blocks::Blocks;
 use crate::distributed::plan::{Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
+use crate::matrix_blocks::Blocks;
 use crate::parameters::Placement;
 use crate::slices;
 

@@ -15,7 +15,7 @@ use socket2::{Domain, SockRef, Socket, Type};
 use super::super::rounds::LONGEST_WAIT;
 use super::Control;
 use super::authentication::{Admission, Challenge, Hello};
-use super::member_connection::Link;
+use super::connection_to_server::Link;
 use super::protocol::{
     MAX_UNAUTHENTICATED_MESSAGE, message_too_long, parse_all, short_frame, write,
 };
