@@ -16,13 +16,13 @@ use std::path::Path;
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use burn_pack::AtomicFile;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
+use crate::replaced_file;
 
 /// The certificate of a run.
 ///
@@ -217,7 +217,7 @@ impl Certificate {
         };
         let bytes = serde_json::to_vec_pretty(self).expect("a certificate is valid JSON");
         let (scratch, mut file) =
-            AtomicFile::create(path).map_err(|error| failed(error.to_string()))?;
+            replaced_file::create(path).map_err(|error| failed(error.to_string()))?;
         file.write_all(&bytes).map_err(|error| failed(error.to_string()))?;
         drop(file);
         scratch.commit().map_err(|error| failed(error.to_string()))
@@ -275,6 +275,18 @@ mod tests {
             certificate.record(step, *model).unwrap();
         }
         certificate
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_symbolic_link_to_a_certificate_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let [link, file] = ["latest.json", "run.json"].map(|name| folder.path().join(name));
+        std::os::unix::fs::symlink("run.json", &link).unwrap();
+        let certificate = recorded("a", "b", &[&model()]);
+        certificate.write(&link).unwrap();
+        assert!(link.symlink_metadata().unwrap().is_symlink());
+        assert_eq!(Certificate::read(&file).unwrap().chain(), certificate.chain());
     }
 
     #[test]

@@ -151,7 +151,7 @@ pub enum Error {
     /// The run that saved a file or record had another model or optimizer.
     #[error(
         "{saved} is of another run:{}; make model and optimizer as they were when it was saved, or \
-         take over what fits by `checkpoint::load_matching`",
+         {remedy}",
         listed(differences)
     )]
     OtherRun {
@@ -159,6 +159,8 @@ pub enum Error {
         saved: String,
         /// All differences.
         differences: Vec<Difference>,
+        /// The remedy, if model and optimizer stay as they are.
+        remedy: &'static str,
     },
     /// The ranks were about to load different checkpoints.
     #[error(

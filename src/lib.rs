@@ -149,6 +149,7 @@ pub mod parallel;
 mod parameters;
 pub mod qk_clip;
 pub mod recipe;
+mod replaced_file;
 pub mod routing;
 pub mod schedule;
 mod settings_from_depth;

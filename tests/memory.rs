@@ -340,6 +340,17 @@ fn held_after(optimizers: usize, init: impl Fn(&Linear) -> ModuleOptimizer, net:
     ALLOCATOR.current_usage()
 }
 
+/// The same for optimizers that update matrices in batches.
+fn held_after_batched(optimizers: usize, config: &MuonConfig, net: &Linear) -> usize {
+    for _ in 0..optimizers {
+        let mut gradients = GradientsParams::new();
+        gradients.register(net.weight.id, Tensor::<2>::ones([16, 16], &Device::default()));
+        let mut optim = config.init_batched(net).expect("the rule routes the weight");
+        optim.step(0.01, net.clone(), gradients).expect("the step is taken");
+    }
+    ALLOCATOR.current_usage()
+}
+
 #[test]
 fn optimizers_leave_next_to_nothing_behind() {
     let _alone = alone();
@@ -349,13 +360,18 @@ fn optimizers_leave_next_to_nothing_behind() {
     let net = LinearConfig::new(16, 16).with_bias(false).init(&Device::default().autodiff());
     let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
     let routing = config.route(&net).expect("the rule routes the weight");
-    for name in ["of one routing", "routed anew"] {
+    for name in ["of one routing", "routed anew", "loaded anew", "in batches"] {
         let init = |net: &Linear| match name {
             "of one routing" => routing.init(),
+            "loaded anew" => config.init(net).load_record(config.init(net).to_record()),
             _ => config.init(net),
         };
-        let before = held_after(100, init, &net);
-        let more = held_after(1000, init, &net).saturating_sub(before);
+        let held = |count| match name {
+            "in batches" => held_after_batched(count, &config, &net),
+            _ => held_after(count, init, &net),
+        };
+        let before = held(100);
+        let more = held(1000).saturating_sub(before);
         println!("1000 optimizers {name}: {more} bytes");
         // 2 KB of each, where the states of one parameter took 90.
         assert!(more < 2_000_000, "{name}: {more} bytes");

@@ -197,7 +197,7 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
 ) -> Result<(M, O, T)> {
     let path = path.as_ref();
     let (model, optim, progress, differences) = optim.load_run(path, model)?;
-    ensure_complete(format!("checkpoint {path:?}"), differences)?;
+    ensure_complete(format!("checkpoint {path:?}"), differences, TAKE_OVER)?;
     Ok((model, optim, progress))
 }
 
@@ -248,17 +248,24 @@ pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
     ensure_whole(&model)?;
     let path = path.as_ref();
     let (model, differences) = load_model(&open(path)?, model, &Undivided)?;
-    ensure_complete(format!("checkpoint {path:?}"), differences)?;
+    ensure_complete(format!("checkpoint {path:?}"), differences, TAKE_OVER)?;
     Ok(model)
 }
 
+/// The remedy for a checkpoint of another run, if model and optimizer stay as they are.
+pub(crate) const TAKE_OVER: &str = "take over what fits by `checkpoint::load_matching`";
+
 /// Fails if something that was saved was not taken over. Warns of parameters whose state starts
 /// empty.
-pub(crate) fn ensure_complete(saved: String, mut differences: Vec<Difference>) -> Result<()> {
+pub(crate) fn ensure_complete(
+    saved: String,
+    mut differences: Vec<Difference>,
+    remedy: &'static str,
+) -> Result<()> {
     let missing: Vec<Difference> =
         differences.extract_if(.., |difference| !difference.is_loss()).collect();
     if !differences.is_empty() {
-        return Err(Error::OtherRun { saved, differences });
+        return Err(Error::OtherRun { saved, differences, remedy });
     }
     if !missing.is_empty() {
         log::warn!(

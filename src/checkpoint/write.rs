@@ -14,6 +14,7 @@ use burn_pack::{AtomicFile, Bytes, Scalar, Writer, aligned_data_section_start};
 use super::layout::{Head, Index, Section, bytes_at, checksum_of};
 use super::{OPTIMIZER, prefixed};
 use crate::error::{Error, Result};
+use crate::replaced_file;
 
 /// Name, type and shape of a tensor that will be written.
 #[derive(Debug, Clone)]
@@ -83,9 +84,8 @@ impl Saving {
     ///
     /// [`Error::Checkpoint`] if it can't be created.
     pub fn start(path: &Path, contents: Contents, host_bytes: usize) -> Result<Self> {
-        let target = target(path).map_err(|error| failed(path, &error.to_string()))?;
         let (scratch, file) =
-            AtomicFile::create(&target).map_err(|error| failed(path, &error.to_string()))?;
+            replaced_file::create(path).map_err(|error| failed(path, &error.to_string()))?;
         drop(file); // the writer of the container opens the path itself
         // The writer of the container pulls tensors from closures that own their data, while the
         // caller pushes tensors that it makes from borrowed data. A thread connects the two.
@@ -185,24 +185,6 @@ impl Drop for Saving {
             writer.join().ok();
         }
     }
-}
-
-/// The file that a path leads to: of a symbolic link its target, which may not exist yet.
-fn target(path: &Path) -> std::io::Result<PathBuf> {
-    /// Links that Linux follows in one path.
-    const MOST_LINKS: usize = 40;
-    let mut target = path.to_owned();
-    for _ in 0..MOST_LINKS {
-        match target.symlink_metadata() {
-            Ok(metadata) if metadata.is_symlink() => {
-                let link = target.read_link()?;
-                // A relative link starts at its folder.
-                target = target.parent().unwrap_or(Path::new("")).join(link);
-            }
-            _ => return Ok(target),
-        }
-    }
-    Err(std::io::Error::other("its symbolic links form a circle"))
 }
 
 /// Bytes of elements that wait for the writer.

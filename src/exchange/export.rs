@@ -95,7 +95,8 @@ impl Exchange {
         if differences.is_empty() {
             return Ok(tensors);
         }
-        Err(Error::OtherRun { saved: format!("checkpoint {checkpoint:?}"), differences })
+        let (saved, remedy) = (format!("checkpoint {checkpoint:?}"), checkpoint::TAKE_OVER);
+        Err(Error::OtherRun { saved, differences, remedy })
     }
 
     /// The state of a parameter, and the names of its parts that have no place in the file.

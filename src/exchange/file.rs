@@ -8,10 +8,10 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{BoolStore, Bytes, DType, TensorData};
-use burn_pack::AtomicFile;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, View};
 
 use crate::error::{Error, Result};
+use crate::replaced_file;
 
 /// Bytes of the length in front of a header.
 const LENGTH: u64 = 8;
@@ -153,7 +153,7 @@ pub fn write(path: &Path, tensors: &[Written<'_>]) -> Result<()> {
         };
         views.push((tensor.name.as_str(), Elements { tensor, dtype, failure: &failure }));
     }
-    let (scratch, file) = AtomicFile::create(path).map_err(|error| failed(error.to_string()))?;
+    let (scratch, file) = replaced_file::create(path).map_err(|error| failed(error.to_string()))?;
     let permissions = file.metadata().map_err(|error| failed(error.to_string()))?.permissions();
     drop(file); // the writer opens the path itself
     // Loaders of PyTorch's ask for it.

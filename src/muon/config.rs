@@ -76,7 +76,7 @@ pub struct MuonConfig {
     pub rules: Vec<RoutingRule>,
     /// The optimizer of the first `Linear` of a network that takes data without an embedding or a
     /// convolution before it. The routing's table marks such matrices by a question mark.
-    #[config(default = "FirstLinear::Muon")]
+    #[config(default = "FirstLinear::Auto")]
     pub first_linear: FirstLinear,
     /// Further optimizers, for the parameters that rules route to them by name: see
     /// [`with_optimizer`](Self::with_optimizer).
@@ -107,9 +107,9 @@ pub struct MuonConfig {
     /// [`Error::Usage`]; `None` for no limit. The first of them is logged as a warning, and so is
     /// a single parameter that has had no gradient for that number of steps: see
     /// [`DistModuleOptimizer::absent`](crate::DistModuleOptimizer::absent). Burn's
-    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) does not tell of parameters without a
-    /// gradient, passes no step without any on, and does nothing in it: a warning is logged when it
-    /// is dropped without ever having had a gradient.
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) calls nothing in a step without any
+    /// gradient, so there only single parameters are named, and a warning is logged when it is
+    /// dropped without ever having had a gradient.
     #[config(default = "Some(100)")]
     pub max_absent: Option<usize>,
     /// Statements about every step, each an error where it does not hold: see

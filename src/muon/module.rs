@@ -56,6 +56,7 @@ impl MuonConfig {
             muon: vec![Arc::new(muon)],
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
+            max_absent: self.max_absent,
         };
         let routing =
             Routing::new(updates, &self.rules, self.layout, self.first_linear, parameters)?
@@ -125,7 +126,7 @@ impl Routing {
         matrices: impl Fn(Muon) -> O,
     ) -> Result<ModuleOptimizer> {
         self.ensure_first()?;
-        let refusals = Refusals::default();
+        let refusals = Refusals::new(self.updates().max_absent);
         let unknown = Unrouted::unknown(&refusals);
         let optim = ModuleOptimizer::from(Fallback).with_group(ParamGroup::all(), unknown, None);
         let updates @ Updates { muon, rest, skipped, .. } = self.updates();

@@ -64,7 +64,7 @@ impl QkClipConfig {
     ///   the outputs of a projection, and projections that are frozen or LoRA adapters.
     pub fn init<M: Module>(&self, model: &M) -> Result<QkClip> {
         self.check()?;
-        let Resolved { attentions, parameters } = Resolved::new(self, &parameters::of(model))?;
+        let Resolved { attentions, parameters } = Resolved::new(self, &parameters::lazily(model))?;
         Ok(QkClip { tau: self.tau, alpha: self.alpha, attentions, parameters })
     }
 }

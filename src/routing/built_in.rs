@@ -8,6 +8,11 @@ use super::{FirstLinear, ParameterRole};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 
+/// The most inputs of a first `Linear` that AdamW updates by default. With as many, both optimizers
+/// reached the same loss; with half of them AdamW's was lower, and with twice as many Muon's (see
+/// `docs/guide/excluding.md`, 2026-11-27).
+const MOST_INPUTS: usize = 8;
+
 /// The parts of a model, found by the names and types of its fields and by the widths of its
 /// layers.
 pub(super) struct Anatomy<'a> {
@@ -134,12 +139,18 @@ impl<'a> Anatomy<'a> {
     fn linear(&self, weight: &Found, layout: MatrixLayout) -> (ParameterRole, &'static str) {
         let muon = ParameterRole::Muon { view: MatrixView::Single, layout };
         let index = self.by_weight.get(weight.weight());
-        let is_first =
-            index.is_some_and(|index| self.takes_data[*index] && self.may_take_data(*index));
-        if is_first {
-            return match self.first_linear {
-                FirstLinear::Muon => (muon, "hidden matrix? (first Linear)"),
-                FirstLinear::AdamW => (ParameterRole::Embedding, "input layer? (first Linear)"),
+        let first = index
+            .filter(|index| self.takes_data[**index] && self.may_take_data(**index))
+            .map(|index| self.layers.get(*index));
+        if let Some(Layer { inputs, .. }) = first {
+            let is_muons = match self.first_linear {
+                FirstLinear::Auto => *inputs > MOST_INPUTS,
+                FirstLinear::Muon => true,
+                FirstLinear::AdamW => false,
+            };
+            return match is_muons {
+                true => (muon, "hidden matrix? (first Linear)"),
+                false => (ParameterRole::Embedding, "input layer? (first Linear)"),
             };
         }
         if self.tied.contains(weight.weight()) {
@@ -148,7 +159,17 @@ impl<'a> Anatomy<'a> {
         if self.is_fused(weight) {
             return (muon, "hidden matrix? (several in one)");
         }
+        if index.is_some_and(|index| self.is_wide_end(*index)) {
+            return (muon, "hidden matrix? (no layer takes its outputs)");
+        }
         (muon, "hidden matrix")
+    }
+
+    /// Returns `true` for a layer that is at least as wide as its inputs, and whose outputs no
+    /// layer takes: a further head, such as one for a vocabulary, or one with gates.
+    fn is_wide_end(&self, index: usize) -> bool {
+        let mut followers = self.layers.followers(index, &self.takes_data);
+        self.may_be_last(index) && followers.next().is_none()
     }
 
     /// Returns `true` for a layer outside of attention and stacks, or of a recurrent cell.

@@ -14,6 +14,7 @@ mod shapes_without_view;
 mod summary;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::sync::Arc;
 
@@ -99,9 +100,13 @@ impl fmt::Display for ParameterRole {
 /// The optimizer of the first `Linear` of a network, whose inputs are data rather than outputs of
 /// other layers, as in a perceptron. Networks whose inputs go through an `Embedding` or a
 /// convolution have none.
-// Exhaustive: a matrix is Muon's, or not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum FirstLinear {
+    /// AdamW for up to eight inputs, and Muon for more. Networks of 2 to 32 inputs were measured:
+    /// see `docs/guide/excluding.md`.
+    #[default]
+    Auto,
     /// Muon, as for hidden matrices.
     Muon,
     /// The optimizer of embeddings, at their learning rate. Keller Jordan's recommendation
@@ -159,6 +164,8 @@ pub(crate) struct Updates {
     pub rest: Vec<Arc<ElementwiseUpdate>>,
     pub custom: CustomOptimizers,
     pub skipped: SkippedSteps,
+    /// Steps without a gradient of a parameter after which an optimizer names it.
+    pub max_absent: Option<usize>,
 }
 
 /// The role of every parameter of a model, from [`MuonConfig::route`](crate::MuonConfig::route).
@@ -339,8 +346,9 @@ impl Routing {
         // places.
         reject_shared(parameters)?;
         let anatomy = Anatomy::of(parameters, first_linear);
-        let built_in: Vec<_> =
+        let mut built_in: Vec<_> =
             parameters.iter().map(|found| (found, anatomy.role(found, layout))).collect();
+        name_frozen_clones(&mut built_in);
         let roles: Vec<_> = built_in.iter().map(|(found, (role, _))| (*found, *role)).collect();
         let rules = Rules::compile(rules, &roles)?;
         let decide = |(found, (role, reason)): (&Found, (ParameterRole, String))| {
@@ -473,6 +481,31 @@ fn ensure_left(path: &str, shape: &[usize], left: &[usize], blocks: usize) -> Re
              instead of {left:?}"
         ),
     })
+}
+
+/// Adds to the reasons of frozen parameters that are in the model twice where else they are, and
+/// warns of them. Burn freezes all clones of a parameter together until it is initialised, so a
+/// student is not trained whose teacher was cloned from it too early.
+fn name_frozen_clones(decided: &mut [(&Found, (ParameterRole, String))]) {
+    let is_frozen = |found: &Found| !found.trainable && !found.shape.contains(&0);
+    let mut first_places: HashMap<ParamId, &str> = HashMap::new();
+    let mut clones = vec![];
+    for (found, (_, reason)) in decided.iter_mut().filter(|(found, _)| is_frozen(found)) {
+        match first_places.entry(found.id) {
+            Entry::Vacant(place) => _ = place.insert(&found.path),
+            Entry::Occupied(first) => {
+                reason.push_str(&format!(", with its clone `{}`", first.get()));
+                clones.push(format!("`{}` and `{}`", first.get(), found.path));
+            }
+        }
+    }
+    if !clones.is_empty() {
+        log::warn!(
+            "frozen parameters are in the model twice: {}; if one of two is to be trained, \
+             initialise the model before you clone it, since Burn otherwise freezes both",
+            clones.join(", ")
+        );
+    }
 }
 
 /// Fails for a trained parameter that is in the model twice: a step gives the gradient to the first

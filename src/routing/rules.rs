@@ -26,7 +26,7 @@ use crate::update::{MomentumConfig, Precision, WeightDecay};
 ///
 /// let config = MuonConfig::new()
 ///     .with_rule(RoutingRule::muon(r"experts\.(up|down)$").batch())
-///     .with_rule(RoutingRule::muon(r"^stem\.conv\d+\.").flatten())
+///     .with_rule(RoutingRule::muon("spectral").leading())
 ///     .with_rule(RoutingRule::adamw("probe"));
 /// ```
 ///

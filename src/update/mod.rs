@@ -22,6 +22,7 @@ mod int8_blocks;
 mod layer;
 mod ledger;
 mod lr_scale;
+pub(crate) mod missing_gradients;
 mod momentum;
 mod muon;
 pub mod parts;
@@ -55,7 +56,7 @@ pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
 pub(crate) use refused_states::{
-    OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
+    BEGIN_ANEW, OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
 };
 pub(crate) use rounding::Origin;
 pub use skip_counts::SkippedSteps;

@@ -13,6 +13,7 @@ use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
 use super::layer::with_rank;
+use super::missing_gradients::LastSteps;
 use crate::error::Error;
 use crate::load_difference::{Difference, DifferenceKind};
 
@@ -22,6 +23,9 @@ pub(crate) const REFUSED: &str = "refused";
 /// Name of a scalar in records that optimizers of [`MuonConfig::init`](crate::MuonConfig::init)
 /// return, whatever the parameter is, and no others.
 pub(crate) const OF_INIT: &str = "of_init";
+
+/// The remedy for a record of another run, if model and optimizer stay as they are.
+pub(crate) const BEGIN_ANEW: &str = "load the model alone and begin with a new optimizer";
 
 /// The problem of a state of another optimizer.
 pub(crate) fn of_another() -> String {
@@ -79,8 +83,9 @@ impl<O: Resumable> Rule for O {
     }
 }
 
-/// The states that the rules of one optimizer have refused. Clones share them.
-#[derive(Clone, Debug, Default)]
+/// The states that the rules of one optimizer have refused, and the steps of its parameters. Clones
+/// share them.
+#[derive(Clone, Debug)]
 pub(crate) struct Refusals(Arc<Mutex<Refused>>);
 
 #[derive(Debug, Default)]
@@ -91,6 +96,9 @@ struct Refused {
     unknown: BTreeMap<String, Difference>,
     /// `true` once a parameter has a state.
     is_used: bool,
+    /// `true` once a state was loaded.
+    has_loaded: bool,
+    last_steps: LastSteps,
 }
 
 impl Drop for Refused {
@@ -108,6 +116,13 @@ impl Drop for Refused {
 }
 
 impl Refusals {
+    /// For an optimizer that reports parameters without a gradient in `max_absent` steps in a row.
+    pub fn new(max_absent: Option<usize>) -> Self {
+        let mut refused = Refused::default();
+        refused.last_steps = LastSteps::new(max_absent);
+        Self(Arc::new(Mutex::new(refused)))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Refused> {
         // The maps are consistent after every statement, also after a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -117,15 +132,23 @@ impl Refusals {
     fn error(&self) -> Error {
         let Refused { states, unknown, .. } = &*self.lock();
         let differences = states.values().chain(unknown.values()).cloned().collect();
-        Error::OtherRun { saved: "the record of the optimizer".to_owned(), differences }
+        let saved = "the record of the optimizer".to_owned();
+        Error::OtherRun { saved, differences, remedy: BEGIN_ANEW }
     }
 
-    /// The error of a first step, if the record had states of unknown parameters, one of which may
-    /// be this parameter's.
+    /// The error of a parameter's first step without a state, if the record had states of unknown
+    /// parameters, one of which may be this parameter's. Warns if the record had states of others
+    /// only.
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
         refused.is_used = true;
         if refused.unknown.is_empty() {
+            if refused.has_loaded {
+                log::warn!(
+                    "the loaded record of the optimizer has no state of `{parameter}`, which \
+                     starts with an empty one"
+                );
+            }
             return Ok(());
         }
         let missing = Difference::no_state(parameter);
@@ -151,7 +174,9 @@ enum Held {
 
 impl<R: Rule> Resumed<R> {
     pub fn new(rule: R, parameter: &str, refusals: &Refusals) -> Self {
-        Self { rule, parameter: parameter.into(), refusals: refusals.clone() }
+        let parameter: Arc<str> = parameter.into();
+        refusals.lock().last_steps.add(parameter.clone());
+        Self { rule, parameter, refusals: refusals.clone() }
     }
 
     /// Reads a state, or the reason for which it is refused.
@@ -190,6 +215,8 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
                 None
             }
         };
+        let missing = self.refusals.lock().last_steps.count(&self.parameter);
+        missing.into_iter().for_each(|warning| log::warn!("{warning}"));
         let (updated, state) = self.rule.step_dyn(rank, lr, parameter, grad, state);
         (updated, state.map(|state| DynState::create(Held::State(state), rank)))
     }
@@ -228,7 +255,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
                 let mut refused = self.refusals.lock();
                 // A later load may repair an earlier one.
                 refused.states.remove(&path);
-                refused.is_used = true;
+                (refused.is_used, refused.has_loaded) = (true, true);
                 Held::State(state)
             }
             Err(problem) => {

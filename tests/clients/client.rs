@@ -12,7 +12,11 @@ use burn::optim::{
     MuonConfig as BurnMuonConfig,
 };
 use burn::tensor::Device;
-use distmuon::{AdamWConfig, DistModuleOptimizer, MuonConfig, ParameterRole, Schedule, checkpoint};
+use distmuon::distributed::Gradients;
+use distmuon::{
+    AdamWConfig, DistModuleOptimizer, DistMuonConfig, MuonConfig, ParameterRole, Schedule, World,
+    checkpoint,
+};
 use distmuon_testing::models::values;
 
 /// A program.
@@ -46,6 +50,9 @@ pub struct Entry {
     pub roles: fn() -> String,
     /// Trains, and returns the elements of all parameters.
     pub train: fn(&Run) -> Vec<f32>,
+    /// Trains on one device, or on every rank of several with the same data, and returns the
+    /// elements of all. The model has initial values before, in the order of its fields.
+    pub train_on_ranks: fn(&Run, usize) -> Vec<Vec<f32>>,
     /// Trains, and returns the loss for other items.
     pub loss: fn(&Run) -> f32,
 }
@@ -56,6 +63,7 @@ pub fn entry<C: Client>() -> Entry {
         expected: C::ROUTING,
         roles: || C::roles(&C::model(&device())),
         train: |run| values(&trained::<C>(run)),
+        train_on_ranks: trained_on_ranks::<C>,
         loss: |run| {
             let device = device().inner();
             C::loss(&trained::<C>(run).valid(), Items { indices: OTHERS.collect(), device })
@@ -68,6 +76,22 @@ fn trained<C: Client>(run: &Run) -> C::Model {
     // The model of a run that continues is another one than the saved one.
     device.seed(run.seed + run.steps.start as u64);
     C::train(run, C::model(&device))
+}
+
+fn trained_on_ranks<C: Client>(run: &Run, ranks: usize) -> Vec<Vec<f32>> {
+    let device = device();
+    device.seed(run.seed);
+    let model = C::model(&device);
+    // Drawn here: ranks would draw at the same time.
+    _ = values(&model);
+    if ranks == 1 {
+        return vec![values(&C::train(run, model))];
+    }
+    let trained = World::threads_with(World::devices(ranks), model, |world, model| {
+        let run = Run { world: Some(world), ..run.clone() };
+        Ok::<_, distmuon::Error>(values(&C::train(&run, model)))
+    });
+    trained.expect("every rank trains")
 }
 
 /// Items that no run trains on.
@@ -125,6 +149,7 @@ impl Settings {
 }
 
 /// Steps of a run.
+#[derive(Clone)]
 pub struct Run {
     /// The folder of all files of the run.
     pub folder: PathBuf,
@@ -135,6 +160,8 @@ pub struct Run {
     /// The highest learning rate.
     pub rate: f64,
     pub choice: Choice,
+    /// The ranks that train together, if there are several.
+    pub world: Option<World>,
 }
 
 impl Run {
@@ -171,7 +198,15 @@ impl Run {
     pub fn optimizer<M: Module>(&self, settings: &Settings, model: &M) -> ModuleOptimizer {
         let Settings { dist_muon, burn_muon, burn_adamw } = settings;
         match self.choice {
-            Choice::DistMuon => dist_muon.init(model),
+            Choice::DistMuon => match &self.world {
+                Some(world) => {
+                    let config = DistMuonConfig::new().with_muon(dist_muon.clone());
+                    let config = config.with_gradients(Gradients::Averaged);
+                    let rule = config.per_parameter(world).expect("the configuration is valid");
+                    rule.init(model).expect("the model is routed")
+                }
+                None => dist_muon.init(model),
+            },
             Choice::BurnAdamW => burn_adamw.init(),
             Choice::BurnMuon => {
                 let routing = dist_muon.route(model).expect("the model is routed");
@@ -193,7 +228,11 @@ impl Run {
     pub fn start_with<M: Module>(&self, config: MuonConfig, model: M) -> (M, Optim) {
         let optim = match self.choice {
             Choice::DistMuon => {
-                Optim::Batched(Box::new(config.init_batched(&model).expect("the model is routed")))
+                let batched = match &self.world {
+                    Some(world) => DistMuonConfig::new().with_muon(config).init(world, &model),
+                    None => config.init_batched(&model),
+                };
+                Optim::Batched(Box::new(batched.expect("the model is routed")))
             }
             _ => Optim::Burn(self.optimizer(&Settings::new(config), &model)),
         };

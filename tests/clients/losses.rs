@@ -37,7 +37,8 @@ fn cell(client: &Entry, choice: Choice) -> String {
         let loss = |seed| {
             let folder = tempfile::tempdir().expect("a temporary folder");
             let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
-            (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice })
+            let world = None;
+            (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice, world })
         };
         let seeds = std::env::var(SEEDS).map_or(3, |seeds| seeds.parse().expect("a number"));
         (0..seeds).map(loss).collect()

@@ -2,8 +2,9 @@
 //! with its model, its data and its loop.
 //!
 //! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
-//! of the run that was not interrupted. All models but one are routed without a rule. The ignored
-//! test `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
+//! of the run that was not interrupted. Those with a loop of their own also train on two ranks,
+//! with the bits of one device. All models but one are routed without a rule. The ignored test
+//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
 
 mod accumulation;
 mod adapters;
@@ -32,6 +33,11 @@ use distmuon::MuonConfig;
 use libtest_mimic::{Arguments, Trial};
 
 fn entries() -> Vec<Entry> {
+    [loops(), learners()].concat()
+}
+
+/// Programs with a loop of their own.
+fn loops() -> Vec<Entry> {
     vec![
         entry::<accumulation::Gpt>(),
         entry::<adapters::Classifier>(),
@@ -41,6 +47,12 @@ fn entries() -> Vec<Entry> {
         entry::<patches::Vit>(),
         entry::<saved_config::Recurrent>(),
         entry::<state_space::Mamba>(),
+    ]
+}
+
+/// Programs with burn-train's `Learner`.
+fn learners() -> Vec<Entry> {
+    vec![
         #[cfg(feature = "train")]
         entry::<devices::Classifier>(),
         #[cfg(feature = "train")]
@@ -79,6 +91,14 @@ fn main() {
             }),
         ]
     };
+    // `tests/it/learner.rs` compares those with a `Learner`, where ranks divide the data.
+    let on_ranks = [loops(), entries_without_losses(), entries_with_rules()].concat();
+    let on_ranks = on_ranks.into_iter().map(|Entry { name, .. }| {
+        Trial::test(format!("{name}::trains_on_two_ranks_as_on_one_device"), move || {
+            processes::trains_on_ranks(name);
+            Ok(())
+        })
+    });
     let losses = Trial::test("losses", || {
         losses::print(&entries());
         Ok(())
@@ -90,7 +110,8 @@ fn main() {
     let clients = [entries(), entries_without_losses()].concat().into_iter();
     let clients = clients.map(|client| ("without_a_rule", client));
     let with_rules = entries_with_rules().into_iter().map(|client| ("by_its_rule", client));
-    let trials = clients.chain(with_rules).flat_map(of_client).chain([without_gradients]);
+    let trials = clients.chain(with_rules).flat_map(of_client).chain(on_ranks);
+    let trials = trials.chain([without_gradients]);
     let trials = trials.chain([losses.with_ignored_flag(true)]).collect();
     #[cfg(not(feature = "train"))]
     distmuon_testing::skip("programs with a `Learner`, which need --features train");

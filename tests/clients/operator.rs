@@ -84,7 +84,8 @@ impl Client for Operator {
 
     const NAME: &'static str = "neural operator, a scheduler per module";
     const ROUTING: &'static str = "\
-        Muon: lift.weight layers.*.skip.weight fc1.weight\n\
+        AdamW (embedding): lift.weight\n\
+        Muon: layers.*.skip.weight fc1.weight\n\
         AdamW (head): fc2.weight";
 
     fn model(device: &Device) -> Self {

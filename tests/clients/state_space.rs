@@ -111,7 +111,8 @@ impl Client for Mamba {
 
     const NAME: &'static str = "state space, a fused projection";
     const ROUTING: &'static str = "\
-        Muon: in_proj.weight blocks.*.in_proj.weight blocks.*.out_proj.weight\n\
+        AdamW (embedding): in_proj.weight\n\
+        Muon: blocks.*.in_proj.weight blocks.*.out_proj.weight\n\
         AdamW (head): head.weight";
 
     fn model(device: &Device) -> Self {

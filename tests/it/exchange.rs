@@ -525,6 +525,17 @@ fn types_are_converted_where_no_value_changes() {
     assert_eq!(models::weights(&back), models::weights(&net));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_symbolic_link_to_an_exported_file_stays() {
+    let (folder, (net, _)) = saved(&config(MomentumForm::Average));
+    let at = |name: &str| folder.path().join(name);
+    std::os::unix::fs::symlink("file", at("latest")).unwrap();
+    Exchange::new(Implementation::Torch).export(at("run.bpk"), at("latest"), &net).unwrap();
+    assert!(at("latest").symlink_metadata().unwrap().is_symlink());
+    assert_eq!(tensors(&at("file")).len(), tensors(&at("latest")).len());
+}
+
 #[test]
 fn damaged_files_are_refused() {
     let (folder, (net, _)) = saved(&config(MomentumForm::Average));

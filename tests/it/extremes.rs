@@ -15,7 +15,7 @@ use distmuon::{
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{bits, largest_difference};
-use distmuon_testing::{lacks, panic_message};
+use distmuon_testing::{lacks, logs, panic_message};
 
 /// A matrix for Muon and a vector for AdamW.
 #[derive(Module, Debug)]
@@ -486,6 +486,25 @@ fn a_parameter_without_gradients_is_named() {
         for seen in run.unwrap() {
             assert_eq!(seen, [None, None, Some(3), Some(4), Some(5), None]);
         }
+    }
+}
+
+/// Burn's optimizer counts nothing by itself.
+#[test]
+fn a_parameter_without_gradients_is_named_on_one_device() {
+    logs::collect();
+    // No other test has this limit.
+    let config = config().with_rule(RoutingRule::muon("matrix")).with_max_absent(Some(7));
+    let named = || logs::with(&["WARN", "`vector` had no gradient in 7 steps in a row"]).len();
+    let mut net = Net::new(DType::F32, [4, 4], &device());
+    let mut optim = config.init(&net);
+    for (steps, expected) in [(7, 0), (1, 1), (20, 1)] {
+        for _ in 0..steps {
+            let mut gradients = net.gradients(1.0);
+            gradients.remove::<1>(net.vector.id);
+            net = optim.step(0.1, net, gradients);
+        }
+        assert_eq!(named(), expected, "after {steps} more steps");
     }
 }
 

@@ -1,5 +1,6 @@
 //! The parts of programs in the README and the guide, which are compiled here as they stand there.
-//! Parts that the pages mark by `ignore`, since a program needs more, are text of this file.
+//! Parts that the pages mark by `ignore`, since a program needs more, changed lines and calls in
+//! tables are text of this file.
 
 #![allow(dead_code, unused_variables, unused_mut, clippy::let_and_return)]
 
@@ -10,6 +11,30 @@ use std::path::Path;
 fn ignored(page: &str) -> Vec<Vec<&str>> {
     let blocks = page.split("```rust,ignore\n").skip(1);
     blocks.filter_map(|block| Some(lines(block.split_once("```")?.0))).collect()
+}
+
+/// The lines of the differences of a page that a program has after the change.
+fn changed(page: &str) -> Vec<Vec<&str>> {
+    let blocks = page.split("```diff\n").skip(1).filter_map(|block| block.split_once("```"));
+    blocks
+        .map(|(block, _)| {
+            let kept = lines(block).into_iter().filter(|line| !line.starts_with('-'));
+            kept.map(|line| line.strip_prefix('+').unwrap_or(line).trim()).collect()
+        })
+        .collect()
+}
+
+/// The settings in the tables of a page, as in `.with_rule(..)`.
+fn settings(page: &str) -> Vec<String> {
+    let cells = page.lines().filter_map(|line| line.strip_prefix('|')?.split("| `.with_").nth(1));
+    // With dots for what is left out, a cell is no code.
+    let cells = cells.filter(|cell| !cell.contains(".."));
+    cells
+        .map(|cell| {
+            let code = cell.split('`').next().expect("a split has a first part");
+            format!(".with_{}", code.replace("\\|", "|"))
+        })
+        .collect()
 }
 
 fn lines(text: &str) -> Vec<&str> {
@@ -26,13 +51,73 @@ fn every_part_of_a_program_is_compiled_as_it_stands() {
     let mut count = 0;
     for page in pages {
         let text = fs::read_to_string(&page).unwrap();
-        for block in ignored(&text) {
-            let is_here = compiled.windows(block.len()).any(|window| window == block);
-            assert!(is_here, "{page:?}: not compiled as it stands:\n{}", block.join("\n"));
+        let mut parts = ignored(&text);
+        // The differences of two other pages are those of whole programs: see `examples.rs`.
+        if ["README.md", "from-adamw.md"].iter().any(|name| page.ends_with(name)) {
+            parts.extend(changed(&text));
+        }
+        let settings = settings(&text);
+        parts.extend(settings.iter().map(|line| vec![line.as_str()]));
+        for part in parts {
+            let is_here = compiled.windows(part.len()).any(|window| window == part);
+            assert!(is_here, "{page:?}: not compiled as it stands:\n{}", part.join("\n"));
             count += 1;
         }
     }
-    assert!(count > 0, "this file has no purpose");
+    assert!(count > 20, "{count} parts were found");
+}
+
+#[test]
+fn the_readme_names_the_version_of_burn() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let line = |file: &str| {
+        let text = fs::read_to_string(root.join(file)).unwrap();
+        text.lines().find(|line| line.starts_with("burn = ")).map(str::to_owned)
+    };
+    assert_eq!(line("README.md").expect("the README has a manifest"), line("Cargo.toml").unwrap());
+}
+
+/// `README.md` and `docs/guide/from-adamw.md`.
+mod changed_lines {
+    use burn::config::Config;
+    use burn::nn::Linear;
+
+    #[derive(Config, Debug)]
+    pub struct TrainingConfig {
+        pub optimizer: distmuon::MuonConfig,
+    }
+
+    fn optimizer(model: Linear) {
+        use distmuon::MuonConfig;
+        let mut optim = MuonConfig::new().init(&model);
+    }
+
+    #[cfg(feature = "train")]
+    fn learner<M: burn::train::LearnerModel>(config: TrainingConfig, model: M, lr: f64) {
+        use burn::train::Learner;
+        let optimizer = config.optimizer.init(&model);
+        let learner = Learner::new(model, optimizer, lr);
+    }
+}
+
+/// `docs/guide/excluding.md`.
+mod rules {
+    use distmuon::{FirstLinear, MuonConfig, RoutingRule};
+
+    #[rustfmt::skip]
+    fn rules() -> MuonConfig {
+        MuonConfig::new()
+            .with_rule(RoutingRule::adamw("probe"))
+            .with_rule(RoutingRule::muon(r"^proj\.weight$"))
+            .with_rule(RoutingRule::adamw("conv"))
+            .with_rule(RoutingRule::muon("stem").flatten())
+            .with_first_linear(FirstLinear::AdamW)
+            .with_rule(RoutingRule::muon("experts").batch())
+            .with_rule(RoutingRule::muon("spectral").leading())
+            .with_rule(RoutingRule::muon(r"(query|key|value)\.weight$").heads(8))
+            .with_rule(RoutingRule::muon("qkv").split([2048, 512, 512]))
+            .with_rule(RoutingRule::muon("in_proj").split([64, 64, 8]).leave([2]))
+    }
 }
 
 /// `docs/guide/slices.md`.

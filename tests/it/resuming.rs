@@ -6,10 +6,10 @@ use std::path::Path;
 use burn::module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{
-    AdamWConfig as BurnAdamW, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuon,
+    AdamConfig, AdamWConfig as BurnAdamW, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuon,
     OptimizerRecord,
 };
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor};
 use distmuon::checkpoint::{self, Difference, DifferenceKind};
 use distmuon::comm::World;
 use distmuon::parts::NorMuon;
@@ -289,17 +289,28 @@ fn adamw() -> AdamWConfig {
 
 #[test]
 fn moments_of_burns_adamw_continue() {
+    moments_continue(&|| burns_adamw().init(), adamw());
+}
+
+#[test]
+fn moments_of_burns_adam_continue() {
+    let adam = || AdamConfig::new().with_beta_2(0.99).with_epsilon(1e-8).init();
+    moments_continue(&adam, adamw().with_weight_decay(0.0));
+}
+
+/// Moments of an optimizer of Burn's continue in this crate's AdamW with the same settings.
+fn moments_continue(burns: &dyn Fn() -> ModuleOptimizer, adamw: AdamWConfig) {
     let folder = tempfile::tempdir().unwrap();
     let net = Net::new(12);
-    let path = saved(folder.path(), net.clone(), burns_adamw().init());
-    let (net, optim) = trained(net, burns_adamw().init());
+    let path = saved(folder.path(), net.clone(), burns());
+    let (net, optim) = trained(net, burns());
     let expected = values(&stepped(net.clone(), optim.clone()));
     let close = |case: &str, net: &Net| {
         let difference = largest_difference(&values(net), &expected);
         assert!(difference < 1e-6, "{case}: {difference}");
     };
 
-    let everything = config().with_adamw(adamw()).with_rule(RoutingRule::adamw("."));
+    let everything = config().with_adamw(adamw.clone()).with_rule(RoutingRule::adamw("."));
     let fresh = Net::new(12);
     let (loaded, optim_loaded, _): (_, _, u64) =
         checkpoint::load(&path, fresh.clone(), everything.init(&fresh)).unwrap();
@@ -312,7 +323,7 @@ fn moments_of_burns_adamw_continue() {
     close("Burn's loading", &stepped(net, optim));
 
     // Matrices have a momentum instead.
-    let muon = config().with_adamw(adamw());
+    let muon = config().with_adamw(adamw);
     let found = rejected(&path, &Net::new(12), &muon);
     assert_eq!(of(DifferenceKind::State, &found), ["a.weight", "b.weight"]);
     let fresh = Net::new(12);
@@ -351,6 +362,12 @@ fn states_of_other_optimizers_of_burn_are_refused() {
     checkpoint::save(&path, &net, &muon, &3u64).unwrap();
     let found = rejected(&path, &net, &config());
     assert_eq!(of(DifferenceKind::State, &found), ["a.weight", "b.weight"]);
+    // Burn's own loading fails in the next step.
+    let mut loaded = config().init(&net).load_record(muon.to_record());
+    let steps = gradients(&net, 2);
+    let message = panic_message(|| loaded.step(LR, net.clone(), steps));
+    assert!(message.contains("optimizer state of `a.weight`"), "{message}");
+    assert!(message.contains("begin with a new optimizer"), "{message}");
 }
 
 #[test]
@@ -411,9 +428,16 @@ fn layers_are_unfrozen_and_frozen_between_runs() {
     };
     let path = saved(folder.path(), frozen(), config().init(&frozen()));
     let net = Net::new(12);
+    logs::collect();
     let (loaded, optim, _): (_, ModuleOptimizer, u64) =
         checkpoint::load(&path, net.clone(), config().init(&net)).unwrap();
-    stepped(loaded, optim);
+    stepped(loaded, optim.clone());
+    let named = |what: &str| logs::with(&["WARN", what, "`a.weight`", "empty one"]);
+    assert!(!named(&path.display().to_string()).is_empty(), "a load names what starts anew");
+    // Burn's own loading says nothing: the step does.
+    let before = named("the loaded record").len();
+    stepped(net.clone(), config().init(&net).load_record(optim.to_record()));
+    assert!(named("the loaded record").len() > before);
     for batched in [false, true] {
         let found = if batched {
             let optim = config().init_batched(&net).unwrap();
@@ -444,6 +468,7 @@ fn states_of_earlier_identities_are_dropped() {
     let before = size();
 
     // The states are those of the paths, whatever the identities.
+    let earlier = net.a.weight.id.val();
     let renewed = renew(net.clone());
     checkpoint::save(&path, &renewed, &optim, &3u64).unwrap();
     let continued = |fresh: Net| {
@@ -456,9 +481,12 @@ fn states_of_earlier_identities_are_dropped() {
 
     let steps = gradients(&renewed, 9);
     let renewed = optim.step(LR, renewed, steps);
+    logs::collect();
     assert_eq!(tensors(optim.to_record().into_bytes().unwrap()).len(), 2 * states(&renewed));
     checkpoint::save(&path, &renewed, &optim, &4u64).unwrap();
     assert!(size() < before + 64, "{} after {before} bytes", size());
+    let earlier = format!("`a.weight` (identity {earlier})");
+    assert_eq!(logs::with(&["WARN", "optimizer states are dropped", &earlier]).len(), 1);
     let expected = weights(&stepped(renewed, optim));
     assert!(continued(Net::new(12)) == expected, "the states are those of the model");
 }
@@ -495,6 +523,32 @@ fn a_record_of_another_model_fails_in_the_step_after_burns_loading() {
     assert!(message.contains("the model does not have the parameter"), "{message}");
     let dropped = logs::with(&["WARN", &other_id.val().to_string(), "is dropped"]);
     assert_eq!(dropped.len(), 1, "{dropped:?}");
+}
+
+/// With batches and on ranks, it fails when it is loaded.
+#[test]
+fn a_record_of_another_model_is_refused_on_ranks() {
+    let other = Linear8::new();
+    let mut optim = config().init(&other);
+    let steps = gradients(&other, 1);
+    optim.step(LR, other, steps);
+    let record = optim.to_record().into_bytes().unwrap().to_vec();
+    let record = || OptimizerRecord::from_bytes(Bytes::from_bytes_vec(record.clone())).unwrap();
+    let ensure_named = |error: Error| {
+        let text = error.to_string();
+        let Error::OtherRun { differences, .. } = error else { panic!("{text}") };
+        let lost = of(DifferenceKind::State, &differences);
+        assert_eq!(lost, ["other.bias", "other.weight"], "{text}");
+        assert!(text.contains("begin with a new optimizer"), "{text}");
+    };
+    let net = Net::new(12);
+    let batched = config().init_batched(&net).unwrap();
+    ensure_named(batched.load_record(record()).map(drop).unwrap_err());
+    let ranks = World::threads_with(World::devices(2), net, |world, net| {
+        let optim = DistMuonConfig::new().with_muon(config()).init(&world, &net)?;
+        Ok::<_, Error>(optim.load_record(record()).map(drop).unwrap_err())
+    });
+    ranks.unwrap().into_iter().for_each(ensure_named);
 }
 
 #[derive(Module, Debug)]

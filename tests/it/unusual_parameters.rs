@@ -13,10 +13,11 @@ use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{Axis, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowLinear};
 use distmuon::{
-    DistMuonConfig, Error, GradientBuffer, MuonConfig, Result, RoutingRule, checkpoint,
+    DistMuonConfig, Error, GradientBuffer, MuonConfig, QkClipConfig, QkClipRule, Result,
+    RoutingRule, checkpoint,
 };
 use distmuon_testing::models::{Fixed, gradients, largest_difference, values, weights};
-use distmuon_testing::panic_message;
+use distmuon_testing::{logs, panic_message};
 
 #[derive(Module, Debug)]
 struct Q {
@@ -188,6 +189,36 @@ fn frozen_clones_stay_as_they_are_in_every_layout() {
     }
 }
 
+/// A student whose teacher was cloned too early, next to a layer that is trained.
+#[derive(Module, Debug)]
+struct Distilled {
+    pair: TeacherFirst,
+    last: Linear,
+}
+
+#[test]
+fn a_student_that_is_frozen_with_its_teacher_is_named() {
+    logs::collect();
+    let device = Device::default().autodiff();
+    let new = |initialised| Distilled {
+        pair: TeacherFirst::of(Q::new(&device, initialised)),
+        last: LinearConfig::new(32, 7).init(&device),
+    };
+    let reason = |net: &Distilled| {
+        let routing = MuonConfig::new().route(net).unwrap();
+        let mut routes = routing.routes().iter();
+        routes.find(|route| route.path == "pair.student.body.weight").unwrap().reason.clone()
+    };
+    let named = |words: &str| logs::with(&["WARN", "initialise the model before", words]);
+    assert_eq!(reason(&new(true)), "hidden matrix");
+    assert!(named("pair.student.body.weight").is_empty());
+    assert_eq!(reason(&new(false)), "frozen, with its clone `pair.teacher.body.weight`");
+    let pair = "`pair.teacher.body.weight` and `pair.student.body.weight`";
+    assert_eq!(named(pair).len(), 1);
+    MuonConfig::new().init_batched(&new(false)).unwrap();
+    assert_eq!(named(pair).len(), 2);
+}
+
 #[test]
 fn frozen_layers_that_are_not_initialised_are_not_divided() {
     for kind in KINDS {
@@ -308,6 +339,9 @@ fn an_optimizer_leaves_layers_as_lazy_as_they_were() {
         let routing = MuonConfig::new().route(&net).unwrap();
         assert_eq!(routing.routes()[0].shape, [4, 6], "as the layer sees it");
         let _optim = MuonConfig::new().init(&net);
+        let _batched = MuonConfig::new().init_batched(&net).unwrap();
+        // There is no attention to clip, which is found out without a value.
+        assert!(QkClipConfig::new().with_rule(QkClipRule::multi_head("up", 2)).init(&net).is_err());
         assert_eq!(initialised(&net), before);
         if before.is_empty() {
             let record = ModuleRecord::from_bytes(bytes.clone()).unwrap();
@@ -344,20 +378,22 @@ impl Mlp {
 }
 
 /// The outputs, and the outputs after a step, a save and a load.
-fn sliced(layout_of: LinearLayout, initialised: [bool; 2], owned: bool) -> Result<Vec<Vec<f32>>> {
+fn sliced(
+    layout_of: LinearLayout,
+    initialised: [bool; 2],
+    place: fn(Layout) -> Layout,
+) -> Result<Vec<Vec<f32>>> {
     let (_folder, path) = file();
     let mut outputs = World::threads(World::devices(2), |world| {
         let mesh = Mesh::new(&world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
         let tp = mesh.group("tp").expect("an axis").clone();
         let net = Mlp::new(&tp, world.device(), layout_of, initialised);
-        let mut layout = Layout::new(&mesh)
+        let layout = Layout::new(&mesh)
             .with_small_elements(16)
             .with_place(Place::shard(r"up\.linear\.weight$", "tp", 1))
             .with_place(Place::shard(r"up\.linear\.bias$", "tp", 0))
             .with_place(Place::shard(r"down\.linear\.weight$", "tp", 0));
-        if owned {
-            layout = layout.owned("dp");
-        }
+        let layout = place(layout);
         let net = layout.shard(net)?;
         let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
         let output = |net: &Mlp| {
@@ -378,16 +414,23 @@ fn sliced(layout_of: LinearLayout, initialised: [bool; 2], owned: bool) -> Resul
 
 #[test]
 fn slices_of_weights_that_are_stored_transposed_are_those_of_the_layer() {
-    for owned in [false, true] {
-        let rows = sliced(LinearLayout::Row, [true; 2], owned).unwrap();
+    type Change = fn(Layout) -> Layout;
+    let places: [(_, Change); 3] = [
+        ("replicated", |layout| layout),
+        ("owned", |layout| layout.owned("dp")),
+        ("rows", |layout| layout.rows("dp")),
+    ];
+    for (name, place) in places {
+        let rows = sliced(LinearLayout::Row, [true; 2], place).unwrap();
         assert_eq!(rows[1], rows[2], "saved and loaded");
-        let columns = sliced(LinearLayout::Col, [true; 2], owned).unwrap();
+        let columns = sliced(LinearLayout::Col, [true; 2], place).unwrap();
         for (rows, columns) in rows.iter().zip(&columns) {
-            assert!(largest_difference(rows, columns) < 1e-6, "owned {owned}");
+            assert!(largest_difference(rows, columns) < 1e-6, "{name}");
         }
         for initialised in [[false, false], [true, false], [false, true]] {
-            let lazy = sliced(LinearLayout::Col, initialised, owned).unwrap();
-            assert!(largest_difference(&lazy[0], &lazy[1]) > 1e-4, "{initialised:?}: trained");
+            let lazy = sliced(LinearLayout::Col, initialised, place).unwrap();
+            let differs = largest_difference(&lazy[0], &lazy[1]);
+            assert!(differs > 1e-4, "{name}, {initialised:?}: trained");
             assert_eq!(lazy[1], lazy[2], "{initialised:?}: saved and loaded");
         }
     }

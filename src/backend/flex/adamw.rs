@@ -2,9 +2,9 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata};
-use rayon::prelude::*;
 
-use super::tensors::{CHUNK, contiguous, rounded, single, values};
+use super::chunks::{CHUNK, Cut, CutMut, Pieces};
+use super::tensors::{contiguous, rounded, single, values};
 use crate::backend::ops::{AdamWOps, ElementwiseRows};
 use crate::backend::tensor_list::TensorList;
 
@@ -37,13 +37,13 @@ impl AdamWOps for Flex {
             let (dtype, c1, c2) = (parameter.dtype(), c1[flag], c2[flag]);
             let (mut parameter, grad) = (float32(parameter), float32(grad));
             let range = start..start + parameter.shape().num_elements();
-            let chunks = parameter
-                .storage_mut::<f32>()
-                .par_chunks_mut(CHUNK)
-                .zip(first.storage_mut::<f32>()[range.clone()].par_chunks_mut(CHUNK))
-                .zip(second.storage_mut::<f32>()[range].par_chunks_mut(CHUNK))
-                .zip(grad.storage::<f32>().par_chunks(CHUNK));
-            chunks.for_each(|(((values, first), second), grads)| {
+            let moments = (
+                CutMut(&mut first.storage_mut::<f32>()[range.clone()], CHUNK),
+                CutMut(&mut second.storage_mut::<f32>()[range], CHUNK),
+            );
+            let values = CutMut(parameter.storage_mut::<f32>(), CHUNK);
+            let chunks = ((values, moments), Cut(grad.storage::<f32>(), CHUNK));
+            chunks.each(CHUNK, |((values, (first, second)), grads)| {
                 let moments = first.iter_mut().zip(second);
                 for ((p, (m, v)), g) in values.iter_mut().zip(moments).zip(grads) {
                     let g = if scaled { g * factor[0] } else { *g };

@@ -11,7 +11,7 @@ use burn::tensor::{DType, bf16, f16};
 use faer::{Accum, MatRef};
 use rayon::prelude::*;
 
-use super::products::{Factors, PIECE, product, symmetric_product};
+use super::products::{Factors, PIECE, THREADS_FROM, product, symmetric_product};
 use crate::backend::portable;
 use crate::backend::program::{Buffers, Program, Rescaling, Side, Step};
 
@@ -34,10 +34,16 @@ pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: D
     let least = PIECE.div_ceil(elements * shape[0].min(shape[1]));
     let of_part = count.div_ceil(parts).max(least);
     let iteration = Iteration { program, shape, dtype, side_by_side: count.div_ceil(of_part) };
-    batch.par_chunks_mut(of_part * elements).for_each(|part| {
+    let run = |part: &mut [f32]| {
         let mut spare = Spare::default();
         part.chunks_exact_mut(elements).for_each(|x| iteration.run(x, &mut spare));
-    });
+    };
+    // A thread outside of rayon's waits for the answer of one, also for a part that it could
+    // iterate itself: with products on several threads, once rather than for each of them.
+    match of_part >= count && elements * shape[0].min(shape[1]) < THREADS_FROM {
+        true => run(batch),
+        false => batch.par_chunks_mut(of_part * elements).for_each(run),
+    }
 }
 
 /// The number of parts into which a batch of matrices may be cut.

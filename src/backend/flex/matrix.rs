@@ -3,11 +3,11 @@
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata};
 use burn::tensor::FloatDType;
-use rayon::prelude::*;
 
+use super::chunks::{CHUNK, Cut, CutMut, Pieces};
 use super::iteration::iterate;
 use super::products::mirror;
-use super::tensors::{CHUNK, contiguous, rounded, rows_of_chunk, scaled_squares, single};
+use super::tensors::{contiguous, rounded, scaled_squares, single};
 use crate::backend::ops::MatrixOps;
 use crate::backend::portable;
 use crate::backend::program::{Polynomial, Program};
@@ -63,12 +63,11 @@ impl MatrixOps for Flex {
         let mut norms = contiguous(norms);
         for (tensor, first) in tensors.0.into_iter().zip(firsts) {
             let tensor = contiguous(single(tensor));
-            let rows = tensor.storage::<f32>().par_chunks(elements.max(1));
+            let rows = Cut(tensor.storage::<f32>(), elements.max(1));
             let of_rows = &mut norms.storage_mut::<f32>()[2 * first * parts..];
-            let of_rows = of_rows.par_chunks_exact_mut(2 * parts).zip(rows);
-            of_rows.with_min_len(rows_of_chunk(elements)).for_each(|(norms, row)| {
-                let chunks = norms.par_chunks_exact_mut(2).zip(row.par_chunks(CHUNK));
-                chunks.for_each(|(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
+            (CutMut(of_rows, 2 * parts), rows).each(elements, |(norms, row)| {
+                let chunks = (CutMut(norms, 2), Cut(row, CHUNK));
+                chunks.each(CHUNK, |(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
             });
         }
         norms
@@ -78,10 +77,9 @@ impl MatrixOps for Flex {
         let [_, m, n] = x.shape().dims();
         let [_, parts, _] = norms.shape().dims();
         let (mut x, norms) = (contiguous(single(x)), contiguous(norms));
-        let matrices = x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1));
-        let norms = norms.storage::<f32>().par_chunks_exact((2 * parts).max(1));
-        let matrices = matrices.zip(norms).with_min_len(rows_of_chunk(m * n));
-        matrices.for_each(|(matrix, norms)| {
+        let matrices = CutMut(x.storage_mut::<f32>(), (m * n).max(1));
+        let norms = Cut(norms.storage::<f32>(), (2 * parts).max(1));
+        (matrices, norms).each(m * n, |(matrix, norms)| {
             // A norm is kept as a scale and a sum of scaled squares, so that no square under- or
             // overflows in float32.
             let part = |part: &[f32]| f64::from(part[0]).powi(2) * f64::from(part[1]);
@@ -92,7 +90,7 @@ impl MatrixOps for Flex {
             let scaled = |values: &mut [f32]| {
                 values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)
             };
-            matrix.par_chunks_mut(CHUNK).for_each(scaled);
+            CutMut(matrix, CHUNK).each(CHUNK, scaled);
         });
         rounded(x, dtype.into())
     }

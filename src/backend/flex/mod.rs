@@ -2,6 +2,7 @@
 //! elementwise.
 
 mod adamw;
+mod chunks;
 mod iteration;
 mod matrix;
 mod products;

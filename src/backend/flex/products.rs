@@ -4,7 +4,7 @@ use faer::linalg::matmul::{matmul, triangular, triangular::BlockStructure};
 use faer::{Accum, MatMut, MatRef, Par};
 
 /// Smallest `m * n * k` of a product that several threads share. Burn's Flex uses the same.
-const THREADS_FROM: usize = 192 * 192 * 192;
+pub const THREADS_FROM: usize = 192 * 192 * 192;
 
 /// Smallest `m * n * k` that a thread is given, on average: each piece of a product packs its
 /// factors anew, and a thread may have to wait for a core.

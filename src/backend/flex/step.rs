@@ -2,11 +2,9 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata};
-use rayon::prelude::*;
 
-use super::tensors::{
-    CHUNK, contiguous, rounded, rows_of_chunk, scaled_squares, single, values, zeros,
-};
+use super::chunks::{CHUNK, Cut, CutMut, Pieces};
+use super::tensors::{contiguous, rounded, scaled_squares, single, values, zeros};
 use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
@@ -24,11 +22,11 @@ impl StepOps for Flex {
         for (tensor, FlaggedRows { flag, rows }) in tensors.0.into_iter().zip(rows) {
             let tensor = contiguous(single(tensor));
             let elements = tensor.shape().num_elements() / rows;
-            let flags = flags.storage_mut::<f32>()[flag..flag + rows].par_iter_mut();
-            let rows = tensor.storage::<f32>().par_chunks_exact(elements.max(1));
-            flags.zip(rows).with_min_len(rows_of_chunk(elements)).for_each(|(flag, row)| {
-                if !row.par_chunks(CHUNK).all(usable) {
-                    *flag = 1.0;
+            let flags = CutMut(&mut flags.storage_mut::<f32>()[flag..flag + rows], 1);
+            let rows = Cut(tensor.storage::<f32>(), elements.max(1));
+            (flags, rows).each(elements, |(flag, row)| {
+                if !Cut(row, CHUNK).all(CHUNK, usable) {
+                    flag[0] = 1.0;
                 }
             });
         }
@@ -61,18 +59,16 @@ impl StepOps for Flex {
                 start = end;
                 continue;
             }
-            let momenta = momentum.storage_mut::<f32>()[start..end].par_chunks_exact_mut(m * n);
-            let updates = updates.par_chunks_exact_mut(m * n);
+            let momenta = CutMut(&mut momentum.storage_mut::<f32>()[start..end], m * n);
             let size = 2 * norm_parts;
             let norms =
                 &mut norms.storage_mut::<f32>()[start / (m * n) * size..end / (m * n) * size];
-            let grads = grad.storage::<f32>().par_chunks_exact(m * n);
-            let matrices = momenta.zip(updates).zip(norms.par_chunks_exact_mut(size)).zip(grads);
-            let matrices = matrices.with_min_len(rows_of_chunk(m * n));
-            matrices.for_each(|(((momentum, update), norms), grad)| {
-                let outputs = momentum.par_chunks_mut(CHUNK).zip(update.par_chunks_mut(CHUNK));
-                let chunks = outputs.zip(norms.par_chunks_exact_mut(2)).zip(grad.par_chunks(CHUNK));
-                chunks.for_each(|(((momenta, updates), norm), grads)| {
+            let outputs = (momenta, CutMut(updates, m * n));
+            let inputs = (CutMut(norms, size), Cut(grad.storage::<f32>(), m * n));
+            (outputs, inputs).each(m * n, |((momentum, update), (norms, grad))| {
+                let outputs = (CutMut(momentum, CHUNK), CutMut(update, CHUNK));
+                let chunks = (outputs, (CutMut(norms, 2), Cut(grad, CHUNK)));
+                chunks.each(CHUNK, |((momenta, updates), (norm, grads))| {
                     for ((m, u), g) in momenta.iter_mut().zip(&mut *updates).zip(grads) {
                         let grad = if scaled { g * factor } else { *g };
                         let fresh = weight * grad;
@@ -111,25 +107,21 @@ impl StepOps for Flex {
                     return parameter;
                 }
                 let mut parameter = contiguous(single(parameter));
-                let matrices = parameter.storage_mut::<f32>().par_chunks_exact_mut(m * n);
-                let directions = direction.storage::<f32>()[start * m * n..matrix * m * n]
-                    .par_chunks_exact(m * n);
+                let directions = &direction.storage::<f32>()[start * m * n..matrix * m * n];
                 let diverged = &diverged[first_diverged + start..first_diverged + matrix];
-                let matrices = matrices
-                    .zip(directions)
-                    .zip(diverged)
-                    .with_min_len(rows_of_chunk(m * n))
+                let matrices = CutMut(parameter.storage_mut::<f32>(), m * n);
+                let matrices = ((matrices, Cut(directions, m * n)), Cut(diverged, 1));
+                matrices.each(m * n, |((parameter, direction), diverged)| {
                     // Matrices whose iteration diverged keep their values.
-                    .filter(|(_, diverged)| **diverged == 0.0);
-                matrices.for_each(|((parameter, direction), _)| {
-                    let directions = direction.par_chunks(CHUNK);
-                    parameter.par_chunks_mut(CHUNK).zip(directions).for_each(
-                        |(parameters, directions)| {
-                            for (p, u) in parameters.iter_mut().zip(directions) {
-                                *p = decay * *p - lr * u;
-                            }
-                        },
-                    );
+                    if diverged[0] != 0.0 {
+                        return;
+                    }
+                    let chunks = (CutMut(parameter, CHUNK), Cut(direction, CHUNK));
+                    chunks.each(CHUNK, |(parameters, directions)| {
+                        for (p, u) in parameters.iter_mut().zip(directions) {
+                            *p = decay * *p - lr * u;
+                        }
+                    });
                 });
                 rounded(parameter, dtype)
             };

@@ -4,18 +4,6 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
 use burn::tensor::DType;
 
-use crate::backend::ops::NORM_PART;
-
-/// Elements that a thread processes at a time in a pass over memory. Sums are computed per chunk,
-/// so that their order does not depend on the number of threads.
-pub(super) const CHUNK: usize = NORM_PART;
-
-/// The number of rows, of `elements` each, that a thread processes at a time. Another thread would
-/// be asked for fewer elements than its answer takes, above all where it has to wait for a core.
-pub(super) fn rows_of_chunk(elements: usize) -> usize {
-    CHUNK.div_ceil(elements.max(1))
-}
-
 /// Returns `true` for a type that the operations accept. Burn's operations serve the others.
 pub(in crate::backend) fn serves(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)

@@ -54,7 +54,13 @@ impl DividedModel {
         // First: what follows depends on the configuration, and would differ in ways that explain
         // less.
         world.same_config(config)?;
-        let (mut found, cuts) = (parameters::of(model), layout.cut_parameters());
+        // Ranks compare the initial values. A rank alone leaves it to Burn when they are drawn: a
+        // program may still load a record into layers that are not initialised.
+        let mut found = match world.size() {
+            1 => parameters::lazily(model),
+            _ => parameters::of(model),
+        };
+        let cuts = layout.cut_parameters();
         // Agreed at once: a rank that returned here would leave the others waiting in the next
         // call.
         world.agree(cuts.restore_whole(&mut found, world.rank()))?;

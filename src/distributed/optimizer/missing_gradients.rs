@@ -1,6 +1,7 @@
 //! Parameters without a gradient: a run whose gradients are lost trains nothing, or not all.
 
 use crate::error::{Error, Result};
+use crate::update::missing_gradients;
 
 /// The steps in a row without gradients, of all parameters together and of each.
 #[derive(Debug)]
@@ -47,15 +48,7 @@ impl Absence {
         // Equal, so that each parameter is named once and not in every later step.
         let mut reached = self.reached().filter(|(_, steps)| Some(*steps) == self.limit);
         let Some((first, steps)) = reached.next() else { return Ok(None) };
-        let others = match reached.count() {
-            0 => String::new(),
-            others => format!(" and {others} others"),
-        };
-        Ok(Some(format!(
-            "`{}`{others} had no gradient in {steps} steps in a row, and stayed as before: use \
-             what is to be trained in the loss, and freeze the rest",
-            path(first)
-        )))
+        Ok(Some(missing_gradients::warning(path(first), reached.count(), steps)))
     }
 
     /// The parameters that have reached the limit, and their steps without a gradient.

@@ -437,7 +437,7 @@ impl MuonConfig {
     ///
     /// As [`DistMuonConfig::init`], and [`Error::Usage`] for a model on several devices.
     pub fn init_batched<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
-        let found = parameters::of(model).into_iter();
+        let found = parameters::lazily(model).into_iter();
         let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
         // Without a parameter to train, `init` returns the error, on any device.
         let device = devices.next().unwrap_or_default();

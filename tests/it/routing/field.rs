@@ -167,7 +167,11 @@ modules! {
 fn the_last_of_a_stack_of_linear_layers_is_a_head() {
     check(
         &QNetwork::new(),
-        &["Muon: linears.(0|1).weight", "AdamW (head): linears.2.weight"],
+        &[
+            "AdamW (embedding): linears.0.weight",
+            "Muon: linears.1.weight",
+            "AdamW (head): linears.2.weight",
+        ],
         &["linears.0.weight", "linears.2.weight"],
     );
 }
@@ -176,7 +180,11 @@ fn the_last_of_a_stack_of_linear_layers_is_a_head() {
 fn policies_and_values_are_heads() {
     check(
         &PolicyAndValue::new(),
-        &["Muon: fc1.weight fc2.weight", "AdamW (head): policy.weight value.weight"],
+        &[
+            "AdamW (embedding): fc1.weight",
+            "Muon: fc2.weight",
+            "AdamW (head): policy.weight value.weight",
+        ],
         &["fc1.weight", "policy.weight", "value.weight"],
     );
 }
@@ -204,9 +212,69 @@ fn generators_and_discriminators_have_first_and_last_layers() {
     );
 }
 
+modules! {
+    Reconstruction {
+        trunk: Linear = linear(16, 64),
+        hidden: Linear = linear(64, 64),
+        decoder: Linear = linear(64, 512),
+        classifier: Linear = linear(64, 10),
+    }
+    NextSentence {
+        tokens: Embedding = embedding(1000, 64),
+        hidden: Linear = linear(64, 64),
+        vocabulary: Linear = linear(64, 1000),
+        nsp: Linear = linear(64, 2),
+    }
+    Dueling {
+        fc1: Linear = linear(12, 64),
+        fc2: Linear = linear(64, 64),
+        value: Linear = linear(64, 1),
+        advantage: Linear = linear(64, 6),
+    }
+}
+
+#[test]
+fn wide_outputs_beside_a_head_are_marked() {
+    check(
+        &Reconstruction::new(),
+        &["Muon: trunk.weight hidden.weight decoder.weight", "AdamW (head): classifier.weight"],
+        &["trunk.weight", "decoder.weight"],
+    );
+    let reason_of = |net: &Reconstruction| reason(&routing(net), "decoder.weight").to_owned();
+    let expected = "hidden matrix? (no layer takes its outputs)";
+    assert_eq!(reason_of(&Reconstruction::new()), expected);
+    check(
+        &NextSentence::new(),
+        &[
+            "AdamW (embedding): tokens.weight",
+            "Muon: hidden.weight vocabulary.weight",
+            "AdamW (head): nsp.weight",
+        ],
+        &["vocabulary.weight", "nsp.weight"],
+    );
+    check(
+        &Dueling::new(),
+        &["Muon: fc1.weight fc2.weight", "AdamW (head): value.weight advantage.weight"],
+        &["fc1.weight", "value.weight", "advantage.weight"],
+    );
+}
+
 #[test]
 fn a_setting_decides_on_first_layers() {
-    let config = MuonConfig::new().with_first_linear(FirstLinear::AdamW);
+    let with = |first| MuonConfig::new().with_first_linear(first);
+    let perceptron =
+        |inputs| QNetwork { linears: vec![linear(inputs, 64), linear(64, 64), linear(64, 2)] };
+    for (inputs, by_default) in [(8, "AdamW (embedding)"), (9, "Muon")] {
+        for (first, expected) in [
+            (FirstLinear::Auto, by_default),
+            (FirstLinear::AdamW, "AdamW (embedding)"),
+            (FirstLinear::Muon, "Muon"),
+        ] {
+            let routing = with(first).route(&perceptron(inputs)).unwrap();
+            assert_eq!(routing.routes()[0].optimizer, expected, "{inputs} inputs, {first:?}");
+        }
+    }
+    let config = with(FirstLinear::AdamW);
     for (routing, first) in [
         (config.route(&QNetwork::new()), "linears.0.weight"),
         (config.route(&StateTracking::new()), "in_proj.weight"),
@@ -224,7 +292,8 @@ fn spectral_weights_need_no_rule() {
     check(
         &Fno::new(),
         &[
-            "Muon: fc0.weight fc1.weight",
+            "AdamW (embedding): fc0.weight",
+            "Muon: fc1.weight",
             "AdamW (vector): spectral.*.weights1",
             "Muon (Flatten): pointwise.*.weight",
             "AdamW (head): fc2.weight",
@@ -299,7 +368,8 @@ fn state_spaces_need_no_rule() {
         &StateTracking::new(),
         &[
             "AdamW (vector): mamba_block.(b|c)_bias_hmr mamba_block.dt_bias_h",
-            "Muon: in_proj.weight mamba_block.(in|out)_proj.weight",
+            "AdamW (embedding): in_proj.weight",
+            "Muon: mamba_block.(in|out)_proj.weight",
             "AdamW (head): out_proj.weight",
         ],
         &["in_proj.weight", "mamba_block.in_proj.weight", "out_proj.weight"],
@@ -639,12 +709,16 @@ fn models_of_recommendation_and_tables_get_the_expected_roles() {
 fn densities_and_graphs_get_the_expected_roles() {
     check(
         &MixtureDensity::new(),
-        &["Muon: hidden.weight", "AdamW (head): (pi|mu|sigma).weight"],
+        &["AdamW (embedding): hidden.weight", "AdamW (head): (pi|mu|sigma).weight"],
         &["hidden.weight", "pi.weight", "mu.weight", "sigma.weight"],
     );
     check(
         &GraphNetwork::new(),
-        &["Muon: *_encoder.weight messages.*.weight", "AdamW (head): readout.weight"],
+        &[
+            "AdamW (embedding): edge_encoder.weight",
+            "Muon: node_encoder.weight messages.*.weight",
+            "AdamW (head): readout.weight",
+        ],
         &["node_encoder.weight", "edge_encoder.weight", "readout.weight"],
     );
 }
@@ -697,7 +771,7 @@ fn recurrences_without_attention_get_the_expected_roles() {
     check(
         &S4::new(),
         &[
-            "Muon: encoder.weight",
+            "AdamW (embedding): encoder.weight",
             "AdamW (vector): s4_layers.*.kernel.*",
             "Muon (Flatten): s4_layers.*.output_linear.weight",
             "AdamW (head): decoder.weight",
@@ -715,7 +789,11 @@ fn recurrences_without_attention_get_the_expected_roles() {
     );
     check(
         &Forecaster::new(),
-        &["Muon: lstm.*.weight", "AdamW (head): fc.weight"],
+        &[
+            "AdamW (embedding): lstm.*.input_transform.weight",
+            "Muon: lstm.*.hidden_transform.weight",
+            "AdamW (head): fc.weight",
+        ],
         &[
             "lstm.input_gate.input_transform.weight",
             "lstm.forget_gate.input_transform.weight",
@@ -761,7 +839,8 @@ fn agents_get_the_expected_roles() {
     check(
         &SoftActorCritic::new(),
         &[
-            "Muon: actor.trunk.weight critic.(q1|q2).linears.(0|1).weight",
+            "AdamW (embedding): actor.trunk.weight critic.(q1|q2).linears.0.weight",
+            "Muon: critic.(q1|q2).linears.1.weight",
             "AdamW (head): actor.(mean|log_std).weight critic.(q1|q2).linears.2.weight",
         ],
         &[

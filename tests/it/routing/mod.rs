@@ -406,7 +406,7 @@ fn frozen_parameters_need_no_rule_and_may_have_one() {
 
 #[test]
 #[should_panic(
-    expected = "parameter `hidden.weight` of shape [8, 8] was frozen when the optimizer was made"
+    expected = "parameter `hidden.weight` of shape [16, 16] was frozen when the optimizer was made"
 )]
 fn a_parameter_that_is_unfrozen_later_is_rejected() {
     let mut net = HeadFirst::new();
@@ -428,7 +428,7 @@ fn models_without_trainable_parameters_are_rejected() {
     assert!(plain.to_string().contains("device.autodiff()"), "{plain}");
 }
 
-/// The rules of the README, on layers with biases.
+/// Rules on layers with biases.
 #[test]
 fn rules_leave_vectors_to_adamw() {
     #[derive(Module, Debug)]
@@ -519,7 +519,7 @@ fn the_error_for_shapes_has_rules_that_can_be_copied() {
     for (line, words) in lines.iter().zip([
         [
             "in `Experts`",
-            "`blocks.0.up` [3, 8, 32]",
+            "`blocks.0.up` [3, 16, 64]",
             r#"add `.with_rule(RoutingRule::muon(r"^blocks\.\d+\.(up|down)$").batch())`"#,
         ],
         ["in `WithoutViews`", "`own_conv` [8, 4, 3]", r#"muon(r"^own_conv$").flatten())"#],
@@ -560,12 +560,12 @@ fn the_summary_counts_parameters_operations_and_state() {
     assert_eq!(
         counts.collect::<Vec<_>>(),
         [
-            ("Muon", 1, 64, true, 64 * 4),
-            ("AdamW (embedding)", 1, 256, false, 256 * 8),
+            ("Muon", 1, 256, true, 256 * 4),
+            ("AdamW (embedding)", 1, 512, false, 512 * 8),
             // The moments of float16 are float32, as are its master weights.
-            ("AdamW (head)", 1, 256, false, 256 * 12),
+            ("AdamW (head)", 1, 512, false, 512 * 12),
             ("AdamW (vector)", 1, 32, false, 32 * 8),
-            ("frozen", 1, 8, false, 0),
+            ("frozen", 1, 16, false, 0),
         ]
     );
     let table = routing.to_string();

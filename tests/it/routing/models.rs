@@ -31,7 +31,7 @@ macro_rules! modules {
 }
 
 /// The width of all models.
-const WIDTH: usize = 8;
+const WIDTH: usize = 16;
 
 pub fn device() -> Device {
     Device::default().autodiff()

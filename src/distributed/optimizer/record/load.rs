@@ -57,7 +57,7 @@ impl DistModuleOptimizer {
                 self.divided.world.all_gather_value(&problems)?.into_iter().flatten().collect();
         }
         let missing = states.missing(&self.divided.trained_paths(), &unused);
-        warn_of_orphans(&self.divided, states, &unused);
+        let orphans = orphans(&self.divided, states, &unused);
         unused.extend(problems.keys().cloned());
         let read = {
             let _busy = Busy::new(self.divided.world.communicator());
@@ -67,7 +67,7 @@ impl DistModuleOptimizer {
         let problems = problems.into_iter();
         let problems =
             problems.map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
-        Ok(problems.chain(missing).collect())
+        Ok(problems.chain(orphans).chain(missing).collect())
     }
 
     /// Reads this rank's states. `unused` parameters get empty ones.
@@ -100,17 +100,15 @@ impl DistModuleOptimizer {
     }
 }
 
-/// Warns of states whose parameters the model does not have.
-fn warn_of_orphans(divided: &DividedModel, states: &States, unused: &BTreeSet<String>) {
+/// The states whose parameters the model does not have. A checkpoint has their weights too, which
+/// make them `unused`.
+fn orphans(divided: &DividedModel, states: &States, unused: &BTreeSet<String>) -> Vec<Difference> {
     let known: HashSet<_> = divided.routing.routes().iter().map(|route| &*route.path).collect();
     let orphaned: BTreeSet<_> =
         states.paths().filter(|path| !known.contains(path) && !unused.contains(*path)).collect();
-    if !orphaned.is_empty() && divided.world.is_main() {
-        log::warn!(
-            "optimizer states are dropped, since the model does not have their parameters: \
-             {orphaned:?}"
-        );
-    }
+    let problem = "expected none, since the model does not have the parameter";
+    let orphaned = orphaned.into_iter();
+    orphaned.map(|path| Difference::new(path, DifferenceKind::State, problem)).collect()
 }
 
 /// A state that a parameter needs.

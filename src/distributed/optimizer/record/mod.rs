@@ -25,6 +25,7 @@ use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saver, S
 use crate::distributed::busy::Busy;
 use crate::error::Result;
 use crate::load_difference::Difference;
+use crate::update::BEGIN_ANEW;
 use contents::{Counter, recorded};
 use load::compare;
 use save::collect;
@@ -66,7 +67,8 @@ impl DistModuleOptimizer {
     /// On all ranks, if any rank has one of these errors:
     /// [`Error::CheckpointsDiffer`](crate::Error::CheckpointsDiffer) if the records differ;
     /// [`Error::OtherRun`](crate::Error::OtherRun) with all differences, if recorded states do not
-    /// fit their parameters; as every collective.
+    /// fit their parameters, or are of parameters that the model does not have; as every
+    /// collective.
     pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
         self.load_states(&States::new(Archive::from_record(record)))
     }
@@ -75,7 +77,8 @@ impl DistModuleOptimizer {
     pub(in crate::distributed) fn load_states(mut self, states: &States) -> Result<Self> {
         compare(states.archive(), &self.divided.world)?;
         let differences = self.take_over(states, BTreeSet::new())?;
-        checkpoint::ensure_complete("the record of the optimizer".to_owned(), differences)?;
+        let saved = "the record of the optimizer".to_owned();
+        checkpoint::ensure_complete(saved, differences, BEGIN_ANEW)?;
         Ok(self)
     }
 
