@@ -146,6 +146,7 @@ impl Program {
         let muon = MuonConfig::new()
             .with_newton_schulz(newton_schulz)
             .with_lr_scale(LrScale::Original)
+            .with_first_linear(FirstLinear::Muon)
             .with_rule(RoutingRule::muon("stack").batch())
             .with_rule(RoutingRule::muon("fused").split([8, 4]))
             .expect(Expectation::Muon(r"^(input|layers\.\d+)\.weight$|^fused$|^stack$".into()))
