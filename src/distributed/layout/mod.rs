@@ -294,7 +294,7 @@ impl Layout {
     /// encoder of a modality. The gradient of such a rank counts as zero: the mean is that of all
     /// ranks.
     ///
-    /// Every backward pass then begins with a message of four bits per parameter, in which the
+    /// Every backward pass then begins with a message of five bits per parameter, in which the
     /// ranks exchange which parameters they use. Those that only some use are reduced at the end of
     /// the pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
     /// forward pass.
@@ -503,7 +503,8 @@ impl Layout {
 
     /// [`backward`](Self::backward) of a rank that has run out of batches, while others have some:
     /// it takes part in their pass, and its own gradients count as zero. The loss may be of any
-    /// batch; see [`World::join`](crate::comm::World::join).
+    /// batch; see [`World::join`](crate::comm::World::join). A parameter that only such ranks use,
+    /// where that is [allowed](Self::allow_unused), has no gradient.
     ///
     /// # Errors
     ///
@@ -513,9 +514,12 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        self.begin_backward()?;
         if let Some(Sharded { passes, .. }) = self.sharded() {
-            passes.drained(|| drop(loss.backward()));
+            passes.drained(|| -> Result<()> {
+                passes.begin_backward()?;
+                drop(loss.backward());
+                Ok(())
+            })?;
         }
         self.end_backward(model, GradientsParams::new())
     }
@@ -616,7 +620,9 @@ impl Layout {
     ///
     /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
     /// the next backward pass waits for its gradients, and reduces those of its parameters at its
-    /// end only. `model.valid()` needs no call.
+    /// end only. Until then, a rank keeps what the pass has left: up to
+    /// [`with_ahead_mb`](Self::with_ahead_mb) of gathered parameters, and the whole gradients of
+    /// micro-batches. `model.valid()` needs no call.
     ///
     /// # Errors
     ///
