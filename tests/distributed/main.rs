@@ -8,6 +8,7 @@ mod collectives;
 mod custom;
 mod cuts;
 mod drift;
+mod idle_experts;
 mod layer_optimizers;
 mod linear_messages;
 mod nodes;
@@ -59,7 +60,7 @@ fn updates() -> Vec<Case> {
 fn passes() -> Vec<Case> {
     let cases =
         [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
-    let more = [unused::EVERYWHERE, layer_optimizers::EVERYWHERE];
+    let more = [unused::EVERYWHERE, layer_optimizers::EVERYWHERE, idle_experts::EVERYWHERE];
     [&cases[..], &more].concat().concat()
 }
 
