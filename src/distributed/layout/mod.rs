@@ -495,7 +495,7 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        self.begin_backward()?;
+        self.begin_backward(model)?;
         // Divided parameters take their gradients out during the pass, so these are the rest.
         let gradients = GradientsParams::from_grads(loss.backward(), model);
         self.end_backward(model, gradients)
@@ -516,7 +516,7 @@ impl Layout {
     ) -> Result<GradientsParams> {
         if let Some(Sharded { passes, .. }) = self.sharded() {
             passes.drained(|| -> Result<()> {
-                passes.begin_backward()?;
+                self.begin_backward(model)?;
                 drop(loss.backward());
                 Ok(())
             })?;
@@ -524,8 +524,10 @@ impl Layout {
         self.end_backward(model, GradientsParams::new())
     }
 
-    fn begin_backward(&self) -> Result<()> {
-        self.sharded().map_or(Ok(()), |sharded| sharded.passes.begin_backward())
+    fn begin_backward<M: Module>(&self, model: &M) -> Result<()> {
+        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
+        let model = self.allows_unused.then(|| self.identities(model));
+        passes.begin_backward(model.as_ref())
     }
 
     /// Ends the backward pass of a step: the gradients of earlier micro-batches are added.
@@ -570,7 +572,7 @@ impl Layout {
         backward: impl FnOnce() -> T,
     ) -> Result<T> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(backward()) };
-        passes.begin_backward()?;
+        self.begin_backward(model)?;
         let outcome = passes.in_micro_batch(backward);
         passes.keep_micro_batch(&self.identities(model))?;
         Ok(outcome)

@@ -22,7 +22,7 @@ impl Passes {
         let mut state = self.state();
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
-        self.exchange_uses(&mut state)?;
+        self.exchange_uses(&mut state, Some(model))?;
         let of_ranks = state.of_ranks.clone();
         let is_on_ranks = |parameter: &PassParameter, is: fn(&UsesOfRanks) -> bool| {
             of_ranks.as_ref().is_some_and(|of_ranks| is(&of_ranks[parameter.index]))
@@ -47,8 +47,8 @@ impl Passes {
         state.bytes.means = 0;
         let means = self.parameters.iter().zip(&mut state.uses).filter_map(|(parameter, uses)| {
             let mean = mean_of(parameter, uses, model).transpose()?;
-            // A zero from ranks without a batch is no gradient: the parameter would be moved by its
-            // momentum and decay.
+            // A zero from ranks without a batch, or of a clone's values, is no gradient: the
+            // parameter would be moved by its momentum and decay.
             let is_zero = is_on_ranks(parameter, |uses| !uses.count);
             (!is_zero || mean.is_err()).then_some(mean)
         });

@@ -116,7 +116,7 @@ pub struct UsesOfRanks {
     pub are_in_pass: bool,
     /// `true` if it has a gradient, and some ranks do not use it.
     pub are_partial: bool,
-    /// `true` if a rank uses it whose gradients count: not only ranks without a batch.
+    /// `true` if a rank uses the model's values and has a batch: then it has a gradient.
     pub count: bool,
 }
 

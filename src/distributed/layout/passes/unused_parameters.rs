@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::state::{LeafUses, PassState, UsesOfRanks};
+use super::state::{LeafUses, PassState, UsesOfRanks, Values};
 use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
@@ -36,14 +36,15 @@ impl Passes {
 
     /// Begins a backward pass. If ranks may leave parameters out, they exchange which parameters
     /// each of them uses, in one message. Those that only some use are gathered here if the pass
-    /// needs them again, and reduced at its end. All ranks make this call.
+    /// needs them again, and reduced at its end. The gradients will be a model's, which is given if
+    /// ranks may leave parameters out. All ranks make this call.
     ///
     /// # Errors
     ///
     /// As every collective.
-    pub fn begin_backward(&self) -> Result<()> {
+    pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
         let mut state = self.state();
-        self.exchange_uses(&mut state)?;
+        self.exchange_uses(&mut state, model)?;
         // The weights are in the graph of every rank that uses them.
         if self.limits.keep == Keep::Weights {
             return Ok(());
@@ -92,7 +93,11 @@ impl Passes {
 
     /// Exchanges which parameters each rank uses in this pass, unless that is known or all ranks
     /// use the same ones.
-    pub(super) fn exchange_uses(&self, state: &mut PassState) -> Result<()> {
+    pub(super) fn exchange_uses(
+        &self,
+        state: &mut PassState,
+        model: Option<&Identities>,
+    ) -> Result<()> {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
@@ -105,7 +110,11 @@ impl Passes {
         let mut bits = vec![0; (5 * count).div_ceil(8)];
         for (index, uses) in state.uses.iter().enumerate() {
             let (is_in_pass, is_earlier) = (uses.are_in_pass(), uses.are_earlier());
-            let counts = is_earlier || is_in_pass && !state.mode.is_drained;
+            // Of the model's values, and not of a clone's: these have no gradient in the end.
+            let identity = model.and_then(|model| model.of(&self.parameters[index]).ok());
+            let leaf = identity.and_then(|identity| identity.leaf);
+            let is_of_model = leaf.is_some_and(|leaf| uses.has(Values::Leaf(leaf)));
+            let counts = is_earlier || is_of_model && !state.mode.is_drained;
             let kinds = [is_in_pass, !is_in_pass, is_earlier, !is_earlier, counts];
             for kind in (0..5).filter(|kind| kinds[*kind]) {
                 let bit = kind * count + index;
