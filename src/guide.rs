@@ -144,10 +144,7 @@ pub mod hosts {}
 /// [docs/results]: crate::guide#other-documents
 /// [Tensor and expert parallelism]: crate::guide::slices
 /// [all placements]: crate::guide::slices#all-placements
-#[cfg_attr(
-    any(feature = "processes", not(doctest)),
-    doc = include_str!("../docs/guide/large-models.md")
-)]
+#[doc = include_str!("../docs/guide/large-models.md")]
 pub mod large_models {}
 
 /// Layers and experts of which every rank has a slice: tensor and expert parallelism.

@@ -51,10 +51,23 @@ impl Naive {
     ///
     /// Those of every collective, and of [`DistModuleOptimizer::step`].
     pub fn step<M: Module>(&mut self, lr: f64, model: M, local: GradientsParams) -> Result<M> {
-        let (comm, means) = (self.world.comm(), GradientsParams::new());
-        let mut averaging = Averaging { comm, local, means, failure: Ok(()) };
-        model.visit(&mut averaging);
-        averaging.failure?;
-        self.optim.step(lr, model, averaging.means)
+        let means = means(self.world.comm(), &model, local)?;
+        self.optim.step(lr, model, means)
     }
+}
+
+/// Returns the means of the ranks' gradients of a model, one after the other. All ranks make this
+/// call, and have gradients of the same parameters.
+///
+/// # Errors
+///
+/// Those of every collective.
+pub fn means<M: Module>(
+    comm: &Communicator,
+    model: &M,
+    local: GradientsParams,
+) -> Result<GradientsParams> {
+    let mut averaging = Averaging { comm, local, means: GradientsParams::new(), failure: Ok(()) };
+    model.visit(&mut averaging);
+    averaging.failure.map(|()| averaging.means)
 }

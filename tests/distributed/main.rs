@@ -8,7 +8,9 @@ mod collectives;
 mod custom;
 mod cuts;
 mod drift;
+mod idle_experts;
 mod layer_optimizers;
+mod linear_messages;
 mod nodes;
 mod owned;
 mod parallel;
@@ -58,7 +60,8 @@ fn updates() -> Vec<Case> {
 fn passes() -> Vec<Case> {
     let cases =
         [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
-    [&cases[..], &[unused::EVERYWHERE, layer_optimizers::EVERYWHERE]].concat().concat()
+    let more = [unused::EVERYWHERE, layer_optimizers::EVERYWHERE, idle_experts::EVERYWHERE];
+    [&cases[..], &more].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
@@ -100,6 +103,7 @@ fn main() {
     let passes =
         [&passes()[..], &passes_here.concat(), unused::IN_PROCESS, random_cases::IN_PROCESS]
             .concat();
+    let passes = [&passes[..], linear_messages::IN_PROCESS].concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));

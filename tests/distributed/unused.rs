@@ -25,6 +25,7 @@ use crate::{Net, ranks, ranks_here};
 pub const EVERYWHERE: &[Case] = cases![
     heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank,
     heads_that_some_ranks_do_not_use_train_as_replicated_ones,
+    heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones,
     slices_that_some_ranks_do_not_use_train_as_replicated_ones,
     ranks_with_fewer_batches_train_as_with_zeros_on_one_rank,
     ranks_with_fewer_batches_train_as_replicated_ones,
@@ -203,6 +204,51 @@ fn heads_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
+/// The losses and final weights of a rank that also has the loss of a teacher, which has the values
+/// of two steps before. A head is frozen for the last steps.
+fn train_with_teacher(world: &World, layout: Option<Layout>) -> Result<Run> {
+    let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));
+    let mut net = layout_or_flat.shard(Tasks::of(DType::F32, world.device()))?;
+    let mut optim = config().init_on(&layout_or_flat, &net)?;
+    let (rank, mut losses, mut earlier) = (world.rank(), vec![], vec![net.clone()]);
+    for step in 0..6 {
+        if step == 4 {
+            // Only the teacher still has gradients of this head, which are not the model's.
+            let head = net.heads.remove(0);
+            net.heads.insert(0, head.no_grad());
+        }
+        let (seed, task) = (10 * step + rank, task(rank, step));
+        let teacher = &earlier[step.saturating_sub(2)];
+        let loss = net.loss(layout.as_ref(), seed, task);
+        let loss = loss + teacher.loss(layout.as_ref(), seed, task) * 0.25;
+        losses.push(bits(&loss));
+        let gradients = match &layout {
+            Some(layout) => layout.backward(&loss, &net)?,
+            None => GradientsParams::from_grads(loss.backward(), &net),
+        };
+        net = optim.step(0.01, net, gradients)?;
+        earlier.push(net.clone());
+    }
+    Ok((losses, weights(&layout_or_flat.unshard(&net)?)))
+}
+
+fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
+    for count in [2, 3] {
+        let on = |layout: Option<fn(&World) -> Layout>| {
+            let runs = ranks(count, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout.map(|layout| layout(&world));
+                train_with_teacher(&world, layout)
+            });
+            runs.unwrap()
+        };
+        let expected = on(None);
+        for (index, layout) in LAYOUTS.into_iter().enumerate() {
+            assert_equal(&expected, &on(Some(layout)), &format!("{count} ranks, layout {index}"));
+        }
+    }
+}
+
 fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
     let case = Cutting {
         axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
@@ -270,26 +316,29 @@ fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
+/// The task of a rank in a step.
+type Task = fn(usize, usize) -> usize;
+
 /// The weights after the steps of the rank that has the most batches.
-fn joined(world: &World, layout: Option<Layout>, counts: &[usize]) -> Result<Vec<Vec<u8>>> {
+fn joined(
+    world: &World,
+    layout: Option<Layout>,
+    counts: &[usize],
+    task: Task,
+) -> Result<Vec<Vec<u8>>> {
     let rank = world.rank();
     let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));
     let mut net = layout_or_flat.shard(Tasks::of(DType::F32, world.device()))?;
     let mut optim = config().init_on(&layout_or_flat, &net)?;
     let (mut batches, mut own) = (world.join(0..counts[rank]), 0);
     while let Some(batch) = batches.next_batch()? {
+        let (Joined::Own(step) | Joined::Repeated(step)) = batch;
+        let loss = net.loss(layout.as_ref(), 10 * step + rank, task(rank, step));
         let gradients = match (&batch, &layout) {
             (Joined::Repeated(_), None) => GradientsParams::new(),
-            (Joined::Own(step), None) => {
-                let loss = net.loss(None, 10 * step + rank, 0);
-                GradientsParams::from_grads(loss.backward(), &net)
-            }
-            (Joined::Own(step), Some(layout)) => {
-                layout.backward(&net.loss(Some(layout), 10 * step + rank, 0), &net)?
-            }
-            (Joined::Repeated(step), Some(layout)) => {
-                layout.drain(&net.loss(Some(layout), 10 * step + rank, 0), &net)?
-            }
+            (Joined::Own(_), None) => GradientsParams::from_grads(loss.backward(), &net),
+            (Joined::Own(_), Some(layout)) => layout.backward(&loss, &net)?,
+            (Joined::Repeated(_), Some(layout)) => layout.drain(&loss, &net)?,
         };
         own += usize::from(matches!(batch, Joined::Own(_)));
         net = optim.step(0.01, net, gradients)?;
@@ -300,18 +349,22 @@ fn joined(world: &World, layout: Option<Layout>, counts: &[usize]) -> Result<Vec
 }
 
 fn ranks_with_fewer_batches_train_as_with_zeros_on_one_rank() {
-    for counts in [[3, 5], [5, 3], [1, 4]] {
+    // In the tasks that change, a rank without a batch has heads that no other rank uses.
+    let tasks: [(Task, &str); 2] = [(|_, _| 0, "one task"), (task, "tasks")];
+    for (counts, (task, name)) in
+        [[3, 5], [5, 3], [1, 4]].into_iter().flat_map(|counts| tasks.map(|task| (counts, task)))
+    {
         let steps = counts.into_iter().max().unwrap();
         let expected = on_one_rank(2, steps, |net, rank, step| {
-            (step < counts[rank]).then(|| net.loss(None, 10 * step + rank, 0))
+            (step < counts[rank]).then(|| net.loss(None, 10 * step + rank, task(rank, step)))
         });
         for (index, layout) in LAYOUTS.iter().enumerate() {
             let runs = ranks(2, |world| {
                 let world = with_checkpoints(&world);
-                joined(&world, Some(layout(&world)), &counts)
+                joined(&world, Some(layout(&world)), &counts, task)
             });
             let runs = runs.unwrap();
-            assert!(runs.iter().all(|run| *run == expected), "layout {index}, {counts:?}");
+            assert!(runs.iter().all(|run| *run == expected), "layout {index}, {counts:?}, {name}");
         }
     }
 }
@@ -321,7 +374,7 @@ fn ranks_with_fewer_batches_train_as_replicated_ones() {
     let on = |layout: Option<fn(&World) -> Layout>| {
         let runs = ranks(4, |world| {
             let world = with_checkpoints(&world);
-            joined(&world, layout.map(|layout| layout(&world)), &counts)
+            joined(&world, layout.map(|layout| layout(&world)), &counts, |_, _| 0)
         });
         runs.unwrap()
     };
@@ -405,11 +458,11 @@ fn the_uses_of_a_pass_are_one_small_message() {
     let times = ranks_here(2, |world| {
         let start = Instant::now();
         for _ in 0..1000 {
-            world.comm().or_bytes(vec![0; 150])?;
+            world.comm().or_bytes(vec![0; 188])?;
         }
         Ok(start.elapsed() / 1000)
     });
-    println!("the uses of 300 parameters are 150 bytes, in {:?}", times.unwrap());
+    println!("the uses of 300 parameters are 188 bytes, in {:?}", times.unwrap());
 }
 
 /// The errors of all ranks, which have no result.

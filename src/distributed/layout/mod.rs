@@ -294,7 +294,7 @@ impl Layout {
     /// encoder of a modality. The gradient of such a rank counts as zero: the mean is that of all
     /// ranks.
     ///
-    /// Every backward pass then begins with a message of four bits per parameter, in which the
+    /// Every backward pass then begins with a message of five bits per parameter, in which the
     /// ranks exchange which parameters they use. Those that only some use are reduced at the end of
     /// the pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
     /// forward pass.
@@ -495,7 +495,7 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        self.begin_backward()?;
+        self.begin_backward(model)?;
         // Divided parameters take their gradients out during the pass, so these are the rest.
         let gradients = GradientsParams::from_grads(loss.backward(), model);
         self.end_backward(model, gradients)
@@ -503,7 +503,8 @@ impl Layout {
 
     /// [`backward`](Self::backward) of a rank that has run out of batches, while others have some:
     /// it takes part in their pass, and its own gradients count as zero. The loss may be of any
-    /// batch; see [`World::join`](crate::comm::World::join).
+    /// batch; see [`World::join`](crate::comm::World::join). A parameter that only such ranks use,
+    /// where that is [allowed](Self::allow_unused), has no gradient.
     ///
     /// # Errors
     ///
@@ -513,15 +514,20 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        self.begin_backward()?;
         if let Some(Sharded { passes, .. }) = self.sharded() {
-            passes.drained(|| drop(loss.backward()));
+            passes.drained(|| -> Result<()> {
+                self.begin_backward(model)?;
+                drop(loss.backward());
+                Ok(())
+            })?;
         }
         self.end_backward(model, GradientsParams::new())
     }
 
-    fn begin_backward(&self) -> Result<()> {
-        self.sharded().map_or(Ok(()), |sharded| sharded.passes.begin_backward())
+    fn begin_backward<M: Module>(&self, model: &M) -> Result<()> {
+        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
+        let model = self.allows_unused.then(|| self.identities(model));
+        passes.begin_backward(model.as_ref())
     }
 
     /// Ends the backward pass of a step: the gradients of earlier micro-batches are added.
@@ -566,7 +572,7 @@ impl Layout {
         backward: impl FnOnce() -> T,
     ) -> Result<T> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(backward()) };
-        passes.begin_backward()?;
+        self.begin_backward(model)?;
         let outcome = passes.in_micro_batch(backward);
         passes.keep_micro_batch(&self.identities(model))?;
         Ok(outcome)
@@ -616,7 +622,9 @@ impl Layout {
     ///
     /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
     /// the next backward pass waits for its gradients, and reduces those of its parameters at its
-    /// end only. `model.valid()` needs no call.
+    /// end only. Until then, a rank keeps what the pass has left: up to
+    /// [`with_ahead_mb`](Self::with_ahead_mb) of gathered parameters, and the whole gradients of
+    /// micro-batches. `model.valid()` needs no call.
     ///
     /// # Errors
     ///

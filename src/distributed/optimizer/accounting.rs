@@ -105,7 +105,7 @@ impl DistModuleOptimizer {
     /// Returns what the step for which the account was [requested](Self::request_account) has done
     /// to every parameter, or `None` if no step was taken since: the optimizer, the owners, the
     /// number of matrices that were orthogonalised, and how. All ranks make this call, and get the
-    /// same. It takes one message, and does not wait for the device.
+    /// same. It takes two messages, and does not wait for the device.
     ///
     /// For the norms of the updates, also [request](Self::request_diagnostics) the diagnostics, and
     /// pass them to [`Account::with_norms`].
@@ -135,9 +135,14 @@ impl DistModuleOptimizer {
     /// As every collective.
     pub fn account(&mut self) -> Result<Option<Account>> {
         let Some(entries) = self.accounting.kept.take() else { return Ok(None) };
-        let all = self.divided.world.all_gather_value(&entries)?;
-        let by_rank: Vec<_> = all.into_iter().enumerate().collect();
-        Ok(Some(Account::new(&self.divided.routing, &by_rank)))
+        let DividedModel { world, routing, .. } = &self.divided;
+        // By way of rank 0: the entries of all ranks on all of them would grow with their square.
+        let all: Option<Vec<Entries>> = world.gather_value(&entries, 0)?;
+        let account = |all: Vec<Entries>| {
+            let by_rank: Vec<_> = all.into_iter().enumerate().collect();
+            Account::new(routing, &by_rank)
+        };
+        world.broadcast_value(&all.map(account), 0)
     }
 }
 

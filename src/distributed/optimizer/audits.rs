@@ -253,34 +253,42 @@ fn first_difference(
 ) -> Result<Option<Finding>> {
     let (rank, size) = (world.rank(), world.size());
     let again: Vec<u64> = found.iter().map(|(_, _, sum)| *sum).collect();
-    let digests = world.all_gather_value(&[digest(owned), digest(&*again)])?;
-    let is_same = |owner: usize| digests[owner][0] == digests[(owner + 1) % size][1];
-    if (0..size).all(is_same) {
-        return Ok(None);
-    }
-    // Only now: the list has several numbers for every matrix.
-    let previous = (rank + size - 1) % size;
-    let all = world.all_gather_value(&owned.to_vec())?;
-    // Both have as many: the same states and values of the same shard.
-    let differs: Vec<usize> = (0..again.len())
-        .filter(|index| all[previous].get(*index) != Some(&again[*index]))
-        .collect();
-    let finding = differs.first().map(|first| {
-        let (index, part, _) = found[*first];
-        // The states before the step come first, and are as many as those after it.
-        let states = found.iter().filter(|(_, part, _)| *part != NEW_VALUE).count();
-        let part = match part {
-            NEW_VALUE => part.to_owned(),
-            _ if *first < states / 2 => format!("state `{part}` before the step"),
-            _ => format!("state `{part}`"),
-        };
-        let ((parameter, step), more) = (named(index), differs.len() - 1);
-        Finding { parameter, part, step, rank: previous, auditor: rank, more }
+    // By way of rank 0, so that its messages do not grow with the square of the ranks.
+    let digests: Option<Vec<[u64; 2]>> =
+        world.gather_value(&[digest(owned), digest(&*again)], 0)?;
+    // Of several owners the lowest one, whoever audits it.
+    let differs = digests.and_then(|digests| {
+        (0..size).find(|owner| digests[*owner][0] != digests[(*owner + 1) % size][1])
     });
-    // Of several owners the lowest one's, whoever audits it.
-    let findings = world.all_gather_value(&finding)?;
-    let first = findings.into_iter().flatten().min_by_key(|finding| finding.rank);
-    Ok(Some(first.expect("digests differ by a checksum")))
+    let Some(owner) = world.broadcast_value(&differs, 0)? else { return Ok(None) };
+    // Only now: the list has several numbers for every matrix.
+    let owned = world.broadcast_value(&owned.to_vec(), owner)?;
+    let auditor = (owner + 1) % size;
+    let finding = (rank == auditor).then(|| finding(&owned, found, (owner, auditor), named));
+    world.broadcast_value(&finding, auditor)
+}
+
+/// The first difference between the checksums of an owner and those that its auditor has found,
+/// which are as many: the same states and values of the same shard.
+fn finding(
+    owned: &[u64],
+    found: &[(usize, &'static str, u64)],
+    (rank, auditor): (usize, usize),
+    named: impl Fn(usize) -> (String, usize),
+) -> Finding {
+    let differs: Vec<usize> =
+        (0..found.len()).filter(|index| owned.get(*index) != Some(&found[*index].2)).collect();
+    let first = *differs.first().expect("digests differ by a checksum");
+    let (index, part, _) = found[first];
+    // The states before the step come first, and are as many as those after it.
+    let states = found.iter().filter(|(_, part, _)| *part != NEW_VALUE).count();
+    let part = match part {
+        NEW_VALUE => part.to_owned(),
+        _ if first < states / 2 => format!("state `{part}` before the step"),
+        _ => format!("state `{part}`"),
+    };
+    let ((parameter, step), more) = (named(index), differs.len() - 1);
+    Finding { parameter, part, step, rank, auditor, more }
 }
 
 impl From<Finding> for Error {

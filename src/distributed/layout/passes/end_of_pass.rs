@@ -3,8 +3,9 @@
 use std::sync::PoisonError;
 
 use super::reduce_gradients::{MeanGradient, mean_of};
-use super::state::{LeafUses, PassState};
+use super::state::{LeafUses, PassState, UsesOfRanks};
 use super::{Passes, SharingGroup};
+use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
@@ -21,10 +22,13 @@ impl Passes {
         let mut state = self.state();
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
-        self.exchange_uses(&mut state)?;
-        let partial = state.partial.clone().unwrap_or_default();
+        self.exchange_uses(&mut state, Some(model))?;
+        let of_ranks = state.of_ranks.clone();
+        let is_on_ranks = |parameter: &PassParameter, is: fn(&UsesOfRanks) -> bool| {
+            of_ranks.as_ref().is_some_and(|of_ranks| is(&of_ranks[parameter.index]))
+        };
         for parameter in &self.parameters {
-            if partial.get(parameter.index).copied().unwrap_or_default() {
+            if is_on_ranks(parameter, |uses| uses.are_partial) {
                 self.attempt(&mut state, |state| {
                     self.start_reducing_partial(state, parameter, model)
                 });
@@ -41,11 +45,13 @@ impl Passes {
         // compared their calls.
         self.end_pass(&mut state)?;
         state.bytes.means = 0;
-        let means = self
-            .parameters
-            .iter()
-            .zip(&mut state.uses)
-            .filter_map(|(parameter, uses)| mean_of(parameter, uses, model).transpose());
+        let means = self.parameters.iter().zip(&mut state.uses).filter_map(|(parameter, uses)| {
+            let mean = mean_of(parameter, uses, model).transpose()?;
+            // A zero from ranks without a batch, or of a clone's values, is no gradient: the
+            // parameter would be moved by its momentum and decay.
+            let is_zero = is_on_ranks(parameter, |uses| !uses.count);
+            (!is_zero || mean.is_err()).then_some(mean)
+        });
         let means: Result<Vec<MeanGradient>> = means.collect();
         means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
@@ -91,9 +97,11 @@ impl Passes {
         state.orders.backward.end();
         state.orders.evaluation.end();
         // Parameters gathered ahead for uses that did not come are dropped.
-        (state.bytes.ahead, state.bytes.kept, state.partial) = (0, 0, None);
+        (state.bytes.ahead, state.bytes.kept, state.of_ranks) = (0, 0, None);
         for uses in &mut state.uses {
-            (uses.ahead, uses.kept) = (None, None);
+            uses.ahead = None;
+            uses.in_pass.clear();
+            uses.kept.clear();
             uses.leaves.retain(LeafUses::has_gradient);
             // The rest has gradients of micro-batches: the next backward pass counts its uses anew.
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));

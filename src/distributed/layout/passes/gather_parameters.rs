@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 
 use super::message::Message;
 use super::state::{Ahead, Arrived, Flight, PassState, Uses, Values};
-use super::{GATHERING, Limits, Passes};
+use super::{GATHERING, Keep, Limits, Passes};
 use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::pass_calls::Event;
@@ -30,7 +30,13 @@ impl Passes {
         // Every use counts, also of a parameter that is there already: the order has to be the same
         // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
-        state.uses[parameter.index].part = Some(part.clone());
+        let uses = &mut state.uses[parameter.index];
+        uses.part = Some(part.clone());
+        // Some ranks may not use it, and the others need it again.
+        let is_asked = self.limits.allows_unused && self.limits.keep == Keep::Nothing;
+        if is_asked && uses.in_pass.iter().all(|(values, _)| *values != part.0) {
+            uses.in_pass.push(part.clone());
+        }
         self.gathered(&mut state, parameter, part, |state| {
             self.start_next(state, &next, Purpose::Training)
         })
@@ -68,9 +74,8 @@ impl Passes {
         let mut state = self.state();
         // Gathered at the begin of the backward pass, since some ranks do not use it and would not
         // take part here.
-        if let Some((values, whole)) = &state.uses[parameter.index].kept
-            && part.0 == *values
-        {
+        let mut kept = state.uses[parameter.index].kept.iter();
+        if let Some((_, whole)) = kept.find(|(values, _)| *values == part.0) {
             return whole.clone();
         }
         let next = state.orders.backward.next(parameter.index).to_vec();

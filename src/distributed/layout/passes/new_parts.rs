@@ -137,6 +137,7 @@ impl Passes {
     pub fn forget_parts(&self) {
         let forget = |uses: &mut Uses| {
             uses.part = None;
+            uses.in_pass.clear();
             // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
             // that was frozen just before a step shares its buffers with the step's parts.
             uses.evaluated.take_if(|(values, _)| matches!(values, Values::Version(_)));

@@ -103,10 +103,21 @@ pub struct PassState {
     pub orders: UseOrders,
     pub events: Events,
     pub mode: PassMode,
-    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
-    /// are known.
-    pub partial: Option<Vec<bool>>,
+    /// The uses of every parameter on all ranks in this pass, once they are known. `None` if ranks
+    /// have to use the same ones.
+    pub of_ranks: Option<Vec<UsesOfRanks>>,
     pub failure: Option<Error>,
+}
+
+/// The uses of a parameter on all ranks in a pass, where ranks may leave it out.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct UsesOfRanks {
+    /// `true` if a rank uses it in this pass.
+    pub are_in_pass: bool,
+    /// `true` if it has a gradient, and some ranks do not use it.
+    pub are_partial: bool,
+    /// `true` if a rank uses the model's values and has a batch: then it has a gradient.
+    pub count: bool,
 }
 
 /// Bytes that are held now, and the most so far.
@@ -159,8 +170,11 @@ pub struct Uses {
     pub published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     pub ahead: Option<Ahead>,
-    /// The whole for a backward pass, with the values of its part, if others do not use it.
-    pub kept: Option<(Values, Tensor<1>)>,
+    /// The parts that this pass has used with a gradient, if others may leave them out: the model's
+    /// and those of clones with other values.
+    pub in_pass: Vec<(Values, Tensor<1>)>,
+    /// The wholes of these parts for a backward pass, if others do not use them.
+    pub kept: Vec<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     pub leaves: Vec<LeafUses>,
@@ -217,6 +231,11 @@ impl Uses {
     /// Returns `true` if an earlier micro-batch had one.
     pub fn are_earlier(&self) -> bool {
         self.leaves.iter().any(|uses| uses.micro_batches.is_some())
+    }
+
+    /// Returns `true` if this pass has a use of these values with a gradient.
+    pub fn has(&self, values: Values) -> bool {
+        self.leaves.iter().any(|uses| uses.count > 0 && Values::Leaf(uses.leaf) == values)
     }
 
     /// The uses of a value.

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::state::{LeafUses, PassState};
+use super::state::{LeafUses, PassState, UsesOfRanks, Values};
 use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
@@ -28,47 +28,60 @@ impl Passes {
     /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
     /// ranks may have none.
     pub(super) fn waits_for_end(&self, state: &PassState, parameter: &PassParameter) -> bool {
-        let is_partial = |partial: &Vec<bool>| partial[parameter.index];
+        let are_partial = |of_ranks: &Vec<UsesOfRanks>| of_ranks[parameter.index].are_partial;
         // Until the ranks have exchanged their uses, every parameter waits: a backward pass without
         // `begin_backward` could not tell.
-        self.limits.allows_unused && state.partial.as_ref().is_none_or(is_partial)
+        self.limits.allows_unused && state.of_ranks.as_ref().is_none_or(are_partial)
     }
 
     /// Begins a backward pass. If ranks may leave parameters out, they exchange which parameters
     /// each of them uses, in one message. Those that only some use are gathered here if the pass
-    /// needs them again, and reduced at its end. All ranks make this call.
+    /// needs them again, and reduced at its end. The gradients will be a model's, which is given if
+    /// ranks may leave parameters out. All ranks make this call.
     ///
     /// # Errors
     ///
     /// As every collective.
-    pub fn begin_backward(&self) -> Result<()> {
+    pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
         let mut state = self.state();
-        self.exchange_uses(&mut state)?;
+        self.exchange_uses(&mut state, model)?;
         // The weights are in the graph of every rank that uses them.
         if self.limits.keep == Keep::Weights {
             return Ok(());
         }
-        let partial = state.partial.clone().unwrap_or_default();
-        let owned = |parameter: &&Arc<PassParameter>| {
-            partial[parameter.index] && parameter.placement.is_owned()
-        };
-        for parameter in self.parameters.iter().filter(|_| !partial.is_empty()).filter(owned) {
-            let Some(part) = state.uses[parameter.index].part.clone() else {
-                let error = self.undeclared(parameter);
-                self.fail(&mut state, error.clone());
-                return Err(error);
-            };
-            let values = part.0;
-            // On all ranks, also those without a use: a gathering has to have all of its ranks.
-            let whole = self.gathered(&mut state, parameter, part, |_| Ok(()));
-            // Others took part in the call, and drop the result.
-            if state.uses[parameter.index].are_in_pass() {
-                state.bytes.kept += bytes(&whole);
-                state.uses[parameter.index].kept = Some((values, whole));
-                state.observe();
+        let of_ranks = state.of_ranks.clone().unwrap_or_default();
+        let is_needed = |uses: &UsesOfRanks| uses.are_partial && uses.are_in_pass;
+        for (parameter, _) in self.parameters.iter().zip(&of_ranks).filter(|(_, u)| is_needed(u)) {
+            if parameter.placement.is_owned() {
+                self.gather_for_backward(&mut state, parameter)?;
             }
         }
         state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Gathers all parts of a parameter that this pass has used, on all ranks, also those without a
+    /// use: a gathering has to have all of its ranks.
+    fn gather_for_backward(
+        &self,
+        state: &mut PassState,
+        parameter: &Arc<PassParameter>,
+    ) -> Result<()> {
+        let parts = state.uses[parameter.index].in_pass.clone();
+        if parts.is_empty() {
+            let error = self.undeclared(parameter);
+            self.fail(state, error.clone());
+            return Err(error);
+        }
+        for (values, part) in parts {
+            let whole = self.gathered(state, parameter, (values, part), |_| Ok(()));
+            // Others took part in the call, and drop the result.
+            if state.uses[parameter.index].has(values) {
+                state.bytes.kept += bytes(&whole);
+                state.uses[parameter.index].kept.push((values, whole));
+                state.observe();
+            }
+        }
+        Ok(())
     }
 
     /// The error of a parameter that this rank has neither used nor declared as unused.
@@ -80,37 +93,49 @@ impl Passes {
 
     /// Exchanges which parameters each rank uses in this pass, unless that is known or all ranks
     /// use the same ones.
-    pub(super) fn exchange_uses(&self, state: &mut PassState) -> Result<()> {
+    pub(super) fn exchange_uses(
+        &self,
+        state: &mut PassState,
+        model: Option<&Identities>,
+    ) -> Result<()> {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        if !self.limits.allows_unused || state.partial.is_some() || self.parameters.is_empty() {
+        if !self.limits.allows_unused || state.of_ranks.is_some() || self.parameters.is_empty() {
             return Ok(());
         }
         let count = self.parameters.len();
-        // Four bits for each parameter: used and not used, with earlier gradients and without. A
-        // union on all ranks shows where they differ.
-        let mut bits = vec![0; (4 * count).div_ceil(8)];
+        // Five bits for each parameter, of which a union on all ranks shows where they differ: used
+        // and not used, with earlier gradients and without, and with gradients that count.
+        let mut bits = vec![0; (5 * count).div_ceil(8)];
         for (index, uses) in state.uses.iter().enumerate() {
-            let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
-            if uses.are_in_pass() || uses.are_earlier() {
-                set(index);
+            let (is_in_pass, is_earlier) = (uses.are_in_pass(), uses.are_earlier());
+            // Of the model's values, and not of a clone's: these have no gradient in the end.
+            let identity = model.and_then(|model| model.of(&self.parameters[index]).ok());
+            let leaf = identity.and_then(|identity| identity.leaf);
+            let is_of_model = leaf.is_some_and(|leaf| uses.has(Values::Leaf(leaf)));
+            let counts = is_earlier || is_of_model && !state.mode.is_drained;
+            let kinds = [is_in_pass, !is_in_pass, is_earlier, !is_earlier, counts];
+            for kind in (0..5).filter(|kind| kinds[*kind]) {
+                let bit = kind * count + index;
+                bits[bit / 8] |= 1 << (bit % 8);
             }
-            if !uses.are_in_pass() {
-                set(count + index);
-            }
-            set(if uses.are_earlier() { 2 * count + index } else { 3 * count + index });
         }
         let united = self.groups.world.comm().or_bytes(bits);
         let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
-        let is_set = |bit: usize| united[bit / 8] >> (bit % 8) & 1 == 1;
-        let is_partial = |index: usize| {
+        let of_ranks = |index: usize| {
+            let is_set = |kind: usize| {
+                let bit = kind * count + index;
+                united[bit / 8] >> (bit % 8) & 1 == 1
+            };
+            let [used, unused, earlier, not_earlier, count] = [0, 1, 2, 3, 4].map(is_set);
             // A gradient may be half precision where others have a sum with earlier ones in
             // float32: all ranks then send it in float32, at the end.
-            let is_mixed = is_set(2 * count + index) && is_set(3 * count + index);
-            is_set(index) && (is_set(count + index) || is_mixed)
+            let are_mixed = earlier && not_earlier;
+            let are_partial = (used || earlier) && (unused || are_mixed);
+            UsesOfRanks { are_in_pass: used, are_partial, count }
         };
-        state.partial = Some((0..count).map(is_partial).collect());
+        state.of_ranks = Some((0..count).map(of_ranks).collect());
         Ok(())
     }
 
