@@ -373,8 +373,10 @@ fn optimizers_leave_next_to_nothing_behind() {
         let before = held(100);
         let more = held(1000).saturating_sub(before);
         println!("1000 optimizers {name}: {more} bytes");
-        // 2 KB of each, where the states of one parameter took 90.
-        assert!(more < 2_000_000, "{name}: {more} bytes");
+        // 2 KB of each, where the states of one parameter took 90; those in batches also leave what
+        // their world of one rank registered.
+        let limit = if name == "in batches" { 3_000_000 } else { 2_000_000 };
+        assert!(more < limit, "{name}: {more} bytes");
     }
 }
 

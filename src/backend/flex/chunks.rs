@@ -103,7 +103,7 @@ impl<A: Pieces, B: Pieces> Pieces for (A, B) {
 mod tests {
     use super::*;
 
-    /// Each piece once, with those of the other slices that have its number, on both ways.
+    /// Each piece once, with the pieces of the other slices that have its number, on both ways.
     #[test]
     fn pieces_belong_together_whoever_takes_them() {
         for length in [0, 1, 7, SHARED_FROM - 1, SHARED_FROM, 3 * SHARED_FROM + 5] {
