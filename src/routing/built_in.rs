@@ -8,10 +8,10 @@ use super::{FirstLinear, ParameterRole};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 
-/// The most inputs of a first `Linear` that AdamW updates by default. With as many, both optimizers
-/// reached the same loss; with half of them AdamW's was lower, and with twice as many Muon's (see
+/// The most inputs of a first `Linear` that AdamW updates by default. With as many and fewer, its
+/// losses were lower; with twice as many they were equal to Muon's, and with more higher (see
 /// `docs/guide/excluding.md`, 2026-11-27).
-const MOST_INPUTS: usize = 8;
+const MOST_INPUTS: usize = 4;
 
 /// The parts of a model, found by the names and types of its fields and by the widths of its
 /// layers.

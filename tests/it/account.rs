@@ -322,14 +322,15 @@ fn calls(config: &MuonConfig, asks: bool) -> usize {
 }
 
 #[test]
-fn expectations_send_nothing_and_an_account_is_one_message() {
+fn expectations_send_nothing_and_an_account_is_two_messages() {
     let expecting = config()
         .expect(Expectation::MuonShare(0.1))
         .expect(Expectation::Muon("stack".into()))
         .expect(Expectation::OncePerStep);
     let plain = calls(&config(), false);
     assert_eq!(calls(&expecting, false), plain);
-    assert_eq!(calls(&expecting, true), plain + 1);
+    // To rank 0, and from it.
+    assert_eq!(calls(&expecting, true), plain + 2);
 }
 
 #[test]
