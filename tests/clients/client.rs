@@ -95,7 +95,7 @@ fn trained_on_ranks<C: Client>(run: &Run, ranks: usize) -> Vec<Vec<f32>> {
 }
 
 /// Items that no run trains on.
-const OTHERS: Range<usize> = 0..128;
+pub const OTHERS: Range<usize> = 0..128;
 
 pub fn device() -> Device {
     Device::default().autodiff()

@@ -3,7 +3,11 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use crate::client::{Choice, Entry, Run};
+use burn::module::Module;
+use distmuon::{FirstLinear, MuonConfig};
+
+use crate::client::{Choice, Client, Entry, Items, OTHERS, Run, device};
+use crate::columns::Perceptron;
 
 const STEPS: usize = 120;
 /// The variable with a number of seeds.
@@ -32,13 +36,36 @@ pub fn print(clients: &[Entry]) {
     println!("{:.0} s", start.elapsed().as_secs_f64());
 }
 
+/// Prints the losses of perceptrons by the number of their inputs, with both optimizers of the
+/// first layer.
+pub fn print_first_layers() {
+    let loss = |run: &Run, inputs: usize, first: FirstLinear| {
+        device().seed(run.seed);
+        let model = Perceptron::new(inputs, &device());
+        let model = model.trained(run, MuonConfig::new().with_first_linear(first));
+        let items = Items { indices: OTHERS.collect(), device: device().inner() };
+        Perceptron::loss(&model.valid(), items)
+    };
+    println!("| inputs | Muon | AdamW on the first layer |\n|---|---|---|");
+    for inputs in [2, 3, 4, 8, 16, 32] {
+        let cells = [FirstLinear::Muon, FirstLinear::AdamW]
+            .map(|first| of_best(Choice::DistMuon, |run| loss(run, inputs, first)));
+        println!("| {inputs} | {} |", cells.join(" | "));
+    }
+}
+
 fn cell(client: &Entry, choice: Choice) -> String {
+    of_best(choice, client.loss)
+}
+
+/// The losses of runs at the best rate: the mean of the seeds, their range, and the rate.
+fn of_best(choice: Choice, loss: impl Fn(&Run) -> f32) -> String {
     let (rate, mut losses) = best(|rate| {
         let loss = |seed| {
             let folder = tempfile::tempdir().expect("a temporary folder");
             let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
             let world = None;
-            (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice, world })
+            loss(&Run { folder, steps, total: STEPS, seed, rate, choice, world })
         };
         let seeds = std::env::var(SEEDS).map_or(3, |seeds| seeds.parse().expect("a number"));
         (0..seeds).map(loss).collect()

@@ -4,7 +4,8 @@
 //! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
 //! of the run that was not interrupted. Those with a loop of their own also train on two ranks,
 //! with the bits of one device. All models but one are routed without a rule. The ignored test
-//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
+//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`; `first_layers`
+//! prints that of first layers in `docs/guide/excluding.md`.
 
 mod accumulation;
 mod adapters;
@@ -112,7 +113,12 @@ fn main() {
     let with_rules = entries_with_rules().into_iter().map(|client| ("by_its_rule", client));
     let trials = clients.chain(with_rules).flat_map(of_client).chain(on_ranks);
     let trials = trials.chain([without_gradients]);
-    let trials = trials.chain([losses.with_ignored_flag(true)]).collect();
+    let first_layers = Trial::test("first_layers", || {
+        losses::print_first_layers();
+        Ok(())
+    });
+    let by_hand = [losses, first_layers].map(|trial| trial.with_ignored_flag(true));
+    let trials = trials.chain(by_hand).collect();
     #[cfg(not(feature = "train"))]
     distmuon_testing::skip("programs with a `Learner`, which need --features train");
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
