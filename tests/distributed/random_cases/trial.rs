@@ -220,12 +220,14 @@ impl Trial {
                 Second::Everything => true,
                 // It clips no norm of all gradients, and loses the state of a parameter that gets
                 // another identity by a load. A mean of other numbers of ranks rounds, in the order
-                // of the ranks' exchange.
+                // of the ranks' exchange. A parameter without a gradient stays the same tensor in
+                // its step, so that a clone's uses count as the model's; here it is another one.
                 Second::Burn => {
-                    let mut calls = self.calls.iter();
+                    let has = |is: fn(&Call) -> bool| self.calls.iter().any(is);
                     self.max_norm.is_none()
                         && self.data.is_power_of_two()
-                        && !calls.any(|call| matches!(call, Call::Pretrain))
+                        && !has(|call| matches!(call, Call::Pretrain))
+                        && !(self.shape.skips && has(|call| matches!(call, Call::Teach { .. })))
                 }
             }
     }
