@@ -61,7 +61,7 @@ impl Naive {
 ///
 /// # Errors
 ///
-/// Those of every collective.
+/// As every collective.
 pub fn means<M: Module>(
     comm: &Communicator,
     model: &M,
