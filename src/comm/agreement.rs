@@ -74,6 +74,26 @@ impl World {
         value_bytes::from_bytes(root, &self.comm().broadcast_bytes(bytes, root)?)
     }
 
+    /// Returns on every rank what rank 0 makes of the values of all. The bytes grow with the ranks,
+    /// and in [`all_gather_value`](Self::all_gather_value) with their square.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_value`](Self::all_gather_value).
+    pub(crate) fn combine_on_rank_0<T, R>(
+        &self,
+        value: &T,
+        combine: impl FnOnce(Vec<T>) -> R,
+    ) -> Result<R>
+    where
+        T: Serialize + DeserializeOwned,
+        R: Serialize + DeserializeOwned,
+    {
+        let combined = self.gather_value(value, 0)?.map(combine);
+        let bytes = combined.as_ref().map(value_bytes::to_bytes).unwrap_or_default();
+        value_bytes::from_bytes(0, &self.comm().broadcast_bytes(bytes, 0)?)
+    }
+
     /// Returns `true` on every rank if any rank gives `true`.
     ///
     /// # Errors

@@ -469,10 +469,8 @@ impl World {
     ///
     /// As every collective (see [`Communicator`]).
     pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
-        // By way of rank 0, so that its messages do not grow with the square of the ranks.
-        let all: Option<Vec<f64>> = self.gather_value(&value.into(), 0)?;
-        let mean = all.map_or(0.0, |all| all.iter().sum::<f64>() / all.len() as f64);
-        self.broadcast_value(&mean, 0)
+        let mean = |all: Vec<f64>| all.iter().sum::<f64>() / all.len() as f64;
+        self.combine_on_rank_0(&value.into(), mean)
     }
 
     /// Returns this rank's device, with autodiff if the world was made with such a device.

@@ -62,10 +62,11 @@ pub fn costs(
             let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
             let local = local
                 .and_then(|costs| Ok(costs.with_whole(measure_all(trainable, updates, &device)?)));
-            let all = world.gather_value(&world.agree(local)?, 0)?.unwrap_or_default();
             // The slowest rank decides when a step ends.
-            let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
-            world.broadcast_value(&slowest, 0)
+            let slowest = |all: Vec<Costs>| {
+                all.iter().fold(Costs::default(), |costs, other| costs.maximum(other))
+            };
+            world.combine_on_rank_0(&world.agree(local)?, slowest)
         }
     }
 }

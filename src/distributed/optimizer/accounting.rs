@@ -136,13 +136,11 @@ impl DistModuleOptimizer {
     pub fn account(&mut self) -> Result<Option<Account>> {
         let Some(entries) = self.accounting.kept.take() else { return Ok(None) };
         let DividedModel { world, routing, .. } = &self.divided;
-        // By way of rank 0: the entries of all ranks on all of them would grow with their square.
-        let all: Option<Vec<Entries>> = world.gather_value(&entries, 0)?;
         let account = |all: Vec<Entries>| {
             let by_rank: Vec<_> = all.into_iter().enumerate().collect();
             Account::new(routing, &by_rank)
         };
-        world.broadcast_value(&all.map(account), 0)
+        world.combine_on_rank_0(&entries, account).map(Some)
     }
 }
 

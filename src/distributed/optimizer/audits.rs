@@ -253,14 +253,12 @@ fn first_difference(
 ) -> Result<Option<Finding>> {
     let (rank, size) = (world.rank(), world.size());
     let again: Vec<u64> = found.iter().map(|(_, _, sum)| *sum).collect();
-    // By way of rank 0, so that its messages do not grow with the square of the ranks.
-    let digests: Option<Vec<[u64; 2]>> =
-        world.gather_value(&[digest(owned), digest(&*again)], 0)?;
     // Of several owners the lowest one, whoever audits it.
-    let differs = digests.and_then(|digests| {
+    let differs = |digests: Vec<[u64; 2]>| {
         (0..size).find(|owner| digests[*owner][0] != digests[(*owner + 1) % size][1])
-    });
-    let Some(owner) = world.broadcast_value(&differs, 0)? else { return Ok(None) };
+    };
+    let differs = world.combine_on_rank_0(&[digest(owned), digest(&*again)], differs)?;
+    let Some(owner) = differs else { return Ok(None) };
     // Only now: the list has several numbers for every matrix.
     let owned = world.broadcast_value(&owned.to_vec(), owner)?;
     let auditor = (owner + 1) % size;

@@ -53,9 +53,8 @@ impl DistModuleOptimizer {
         let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
         if self.divided.world.size() > 1 && self.shards.iter().any(is_whole) {
             // Only its owner knows the problem of a whole parameter.
-            let of_all = self.divided.world.gather_value(&problems, 0)?;
-            let of_all = of_all.map(|of_all| of_all.into_iter().flatten().collect());
-            problems = self.divided.world.broadcast_value(&of_all.unwrap_or_default(), 0)?;
+            let joined = |of_all: Vec<BTreeMap<_, _>>| of_all.into_iter().flatten().collect();
+            problems = self.divided.world.combine_on_rank_0(&problems, joined)?;
         }
         let missing = states.missing(&self.divided.trained_paths(), &unused);
         let orphans = orphans(&self.divided, states, &unused);
