@@ -32,11 +32,11 @@ pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
 
 /// The inputs that a recording serves: a thread's, since it was recorded on the thread's
 /// stream, with a shape, a type, norms or none, and a device.
-type Key = (ThreadId, [usize; 3], DType, bool, String);
+type RecordingKey = (ThreadId, [usize; 3], DType, bool, String);
 
 /// The recordings of an iteration; nothing where a device refused to record.
 #[derive(Default)]
-pub(crate) struct Recordings(Mutex<HashMap<Key, Option<Recording>>>);
+pub(crate) struct Recordings(Mutex<HashMap<RecordingKey, Option<Recording>>>);
 
 struct Recording {
     /// The buffers that inputs are copied into.

@@ -248,6 +248,54 @@ pub(super) enum Products {
     },
 }
 
+impl Products {
+    fn syrk<B: MatrixOps>(self, x: FloatTensor<B>) -> FloatTensor<B> {
+        match self {
+            Self::Portable => portable::syrk::<B>(x),
+            Self::Backend { tuned } => B::syrk(x, tuned),
+        }
+    }
+
+    fn symmetric_product<B: MatrixOps>(
+        self,
+        [a, b]: [FloatTensor<B>; 2],
+        c: FloatTensor<B>,
+        alpha: f64,
+        beta: f64,
+    ) -> FloatTensor<B> {
+        match self {
+            Self::Portable => portable::symmetric_product::<B>(a, b, c, alpha, beta),
+            Self::Backend { tuned } => B::symmetric_product(a, b, c, alpha, beta, tuned),
+        }
+    }
+
+    fn plus_identity<B: MatrixOps>(self, x: FloatTensor<B>) -> FloatTensor<B> {
+        match self {
+            Self::Portable => portable::plus_identity::<B>(x),
+            Self::Backend { .. } => B::plus_identity(x),
+        }
+    }
+
+    fn product<B: MatrixOps>(self, [a, b]: [FloatTensor<B>; 2]) -> FloatTensor<B> {
+        match self {
+            Self::Portable => B::float_matmul(a, b),
+            Self::Backend { .. } => B::product(a, b),
+        }
+    }
+
+    fn product_add<B: MatrixOps>(
+        self,
+        [a, b]: [FloatTensor<B>; 2],
+        c: FloatTensor<B>,
+        beta: f64,
+    ) -> FloatTensor<B> {
+        match self {
+            Self::Portable => portable::product_add::<B>(a, b, c, beta),
+            Self::Backend { tuned } => B::product_add(a, b, c, beta, tuned),
+        }
+    }
+}
+
 impl Program {
     /// Runs the program on a batch. `rounded` is applied to every factor of a product.
     pub(super) fn compute<B: MatrixOps>(
@@ -272,7 +320,6 @@ impl Step {
         products: Products,
         rounded: impl Fn(FloatTensor<B>) -> FloatTensor<B>,
     ) -> FloatTensor<B> {
-        use Products::{Backend, Portable};
         let mut operands = operands.into_iter();
         let mut next = || operands.next().expect("a step has its operands");
         let on_side = |symmetric, x| match side {
@@ -282,31 +329,23 @@ impl Step {
         match *self {
             Self::Square { .. } => {
                 let x = match side {
-                    Side::Left => rounded(next()),
-                    Side::Right => rounded(B::float_swap_dims(next(), 1, 2)),
+                    Side::Left => next(),
+                    Side::Right => B::float_swap_dims(next(), 1, 2),
                 };
-                match products {
-                    Portable => portable::syrk::<B>(x),
-                    Backend { tuned } => B::syrk(x, tuned),
-                }
+                products.syrk::<B>(rounded(x))
             }
             Self::Symmetric { alpha, beta, .. } => {
-                let ([a, b], c) = ([next(), next()].map(rounded), next());
-                match products {
-                    Portable => portable::symmetric_product::<B>(a, b, c, alpha, beta),
-                    Backend { tuned } => B::symmetric_product(a, b, c, alpha, beta, tuned),
-                }
+                let (factors, c) = ([next(), next()].map(rounded), next());
+                products.symmetric_product::<B>(factors, c, alpha, beta)
             }
             Self::Scaled { beta, .. } => portable::scaled::<B>(next(), beta),
             Self::Rescaled { by, .. } => {
                 let (x, by) = (next(), portable::divisors::<B>(next(), by));
-                portable::over::<B>(
-                    x,
-                    match side {
-                        Side::Left => by,
-                        Side::Right => B::float_swap_dims(by, 1, 2),
-                    },
-                )
+                let by = match side {
+                    Side::Left => by,
+                    Side::Right => B::float_swap_dims(by, 1, 2),
+                };
+                portable::over::<B>(x, by)
             }
             Self::RescaledSquare { by, .. } => {
                 let r = next();
@@ -314,26 +353,13 @@ impl Step {
                 let of_columns = B::float_swap_dims(by.clone(), 1, 2);
                 portable::over::<B>(r, B::float_mul(by, of_columns))
             }
-            Self::PlusIdentity { .. } => match products {
-                Portable => portable::plus_identity::<B>(next()),
-                Backend { .. } => B::plus_identity(next()),
-            },
+            Self::PlusIdentity { .. } => products.plus_identity::<B>(next()),
             // Its kernel computes from `R` in float32.
             Self::AccumulateQ { ref schedule, .. } => B::accumulate_q(next(), schedule.clone()),
-            Self::Apply { .. } => {
-                let [a, b] = on_side(next(), next());
-                match products {
-                    Portable => B::float_matmul(a, b),
-                    Backend { .. } => B::product(a, b),
-                }
-            }
+            Self::Apply { .. } => products.product::<B>(on_side(next(), next())),
             Self::ApplyAndAdd { a: beta, .. } => {
                 let (z, x) = (next(), next());
-                let ([a, b], c) = (on_side(z, x.clone()), x);
-                match products {
-                    Portable => portable::product_add::<B>(a, b, c, beta),
-                    Backend { tuned } => B::product_add(a, b, c, beta, tuned),
-                }
+                products.product_add::<B>(on_side(z, x.clone()), x, beta)
             }
         }
     }

@@ -92,7 +92,7 @@ impl Saving {
         let (data, tensors) = mpsc::channel();
         let (room, checksums) =
             (Arc::new(Room::new(host_bytes)), Arc::<Mutex<Vec<u32>>>::default());
-        let source = Source {
+        let source = Producer {
             tensors,
             room: room.clone(),
             written: 0,
@@ -228,7 +228,7 @@ impl Room {
 }
 
 /// The writer's end of the channel.
-struct Source {
+struct Producer {
     tensors: Receiver<Bytes>,
     room: Arc<Room>,
     /// Bytes of the tensor that was taken last.
@@ -238,7 +238,7 @@ struct Source {
     count: usize,
 }
 
-impl Source {
+impl Producer {
     /// The elements of the next tensor. The writer asks for it once the one before is written.
     fn next(&mut self) -> Option<Bytes> {
         // The container asks for a tensor when it has written the last one.
@@ -253,7 +253,7 @@ impl Source {
     }
 }
 
-impl Drop for Source {
+impl Drop for Producer {
     fn drop(&mut self) {
         // The writer has ended, perhaps by an error: a caller must not wait for room any longer.
         self.room.close();
@@ -274,7 +274,7 @@ fn checksum(bytes: &[u8], is_last: bool) -> u32 {
 }
 
 /// The writer of the container, which receives the tensors from `source` in their order.
-fn container(contents: &Contents, source: Source) -> Writer {
+fn container(contents: &Contents, source: Producer) -> Writer {
     let source = Arc::new(Mutex::new(source));
     let tensors = contents.tensors.iter().map(|planned| {
         let source = source.clone();

@@ -60,7 +60,7 @@ use crate::update::{Resumable, SkippedSteps};
 pub struct DistMuon {
     config: MuonConfig,
     rule: Muon,
-    ranks: Ranks,
+    ranks: RankChoice,
 }
 
 /// The state that [`DistMuon`] stores for one parameter. A record of it has the entries of a record
@@ -84,7 +84,7 @@ pub struct Ownership {
 
 /// The rank of a call of [`Optimizer::step`].
 #[derive(Clone, Debug)]
-enum Ranks {
+enum RankChoice {
     Fixed(Arc<Rank>),
     Threads(Arc<Mutex<ThreadRanks>>),
 }
@@ -120,7 +120,7 @@ impl DistMuonConfig {
     /// [`Averaged`](Gradients::Averaged), and for `max_norm`.
     pub fn per_parameter(&self, world: &World) -> Result<DistMuon> {
         let rank = Rank::new(world.communicator());
-        self.build_on(Ranks::Fixed(Arc::new(rank)))
+        self.build_on(RankChoice::Fixed(Arc::new(rank)))
     }
 
     /// Makes the optimizer of [`per_parameter`](Self::per_parameter) for threads that
@@ -141,10 +141,10 @@ impl DistMuonConfig {
         // `pop` then gives out rank 0 first.
         free.reverse();
         let ranks = ThreadRanks { free, taken: HashMap::new() };
-        self.build_on(Ranks::Threads(Arc::new(Mutex::new(ranks))))
+        self.build_on(RankChoice::Threads(Arc::new(Mutex::new(ranks))))
     }
 
-    fn build_on(&self, ranks: Ranks) -> Result<DistMuon> {
+    fn build_on(&self, ranks: RankChoice) -> Result<DistMuon> {
         if self.gradients != Gradients::Averaged {
             let expected = "`Averaged`, since an optimizer of single parameters reduces nothing";
             return Err(Error::setting("gradients", format!("{:?}", self.gradients), expected));
@@ -255,7 +255,7 @@ impl DistMuon {
     }
 }
 
-impl Ranks {
+impl RankChoice {
     /// The rank of the thread that asks, with results on the device.
     fn find(&self, device: &Device) -> Result<Arc<Rank>> {
         let ranks = match self {

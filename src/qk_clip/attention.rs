@@ -339,8 +339,8 @@ fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<F
         (Heads::Latent { count, head: LatentHead { nope, rope, value } }, _) => {
             // Kimi K2, section 2.1: the parts without positions share gamma by `alpha`. The rotary
             // part of the queries takes all of it, since all heads share its keys.
-            let query: [Part; 2] = [(nope, Factor::Query), (rope, Factor::Rope)];
-            let key: [Part; 2] = [(nope, Factor::Key), (value, |_| Factor::One)];
+            let query: [HeadPart; 2] = [(nope, Factor::Query), (rope, Factor::Rope)];
+            let key: [HeadPart; 2] = [(nope, Factor::Key), (value, |_| Factor::One)];
             Ok(vec![
                 latent(path, &rule.query, outputs[0], count, query)?,
                 latent(path, &rule.key, outputs[1], count, key)?,
@@ -370,7 +370,7 @@ fn repeated(factors: impl Iterator<Item = Factor>, width: usize) -> Vec<Factor> 
 }
 
 /// A part of every head of an up-projection: its width, and its factor by head.
-type Part = (usize, fn(usize) -> Factor);
+type HeadPart = (usize, fn(usize) -> Factor);
 
 /// The factors of an up-projection whose heads have these parts.
 fn latent(
@@ -378,7 +378,7 @@ fn latent(
     field: &str,
     outputs: usize,
     heads: usize,
-    parts: [Part; 2],
+    parts: [HeadPart; 2],
 ) -> Result<Vec<Factor>> {
     let [(first, _), (second, _)] = parts;
     let expected = heads * (first + second);

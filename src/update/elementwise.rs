@@ -255,33 +255,9 @@ impl ElementwiseUpdate {
         let precise = values[0].dtype();
         let old = observations.is_some().then(|| values.clone());
         let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
-        // Moments that are stored as bfloat16 advance in float32.
-        let take = |state: &mut Slots, name| state.take(name).cast(precise);
-        let stored = |tensor: Tensor<1>| tensor.cast(self.precision.states.slot().resolve(dtype));
-        let updated = match self.rule {
-            ElementwiseRule::AdamW(step) => {
-                let moments = Moments {
-                    moment_1: take(state, MOMENTS[0]),
-                    moment_2: take(state, MOMENTS[1]),
-                    max_moment_2: step.amsgrad.then(|| take(state, MOMENTS[2])),
-                };
-                let (updated, moments) =
-                    step.run(self.policy, values, gradients, moments, controls, &rows);
-                state.put(MOMENTS[0], stored(moments.moment_1));
-                state.put(MOMENTS[1], stored(moments.moment_2));
-                if let Some(largest) = moments.max_moment_2 {
-                    state.put(MOMENTS[2], stored(largest));
-                }
-                updated
-            }
-            ElementwiseRule::Lion(step) => {
-                let momentum = take(state, MOMENTUM);
-                let by = (controls.rejected, controls.factor);
-                let (updated, momentum) = lion(step, values, gradients, momentum, by, &rows);
-                state.put(MOMENTUM, stored(momentum));
-                updated
-            }
-        };
+        let stored = self.precision.states.slot().resolve(dtype);
+        let tensors = UpdateTensors { values, gradients };
+        let updated = self.updated(tensors, state, stored, controls, &rows);
         let factors = parameters.iter().map(|parameter| parameter.factors.as_ref());
         let updated = scaled_by(updated, factors);
         if let (Some(observations), Some(old)) = (observations, old) {
@@ -296,5 +272,43 @@ impl ElementwiseUpdate {
         // Random rounding depends on the place in the parameter, and not on the rank.
         let origins = parameters.iter().map(|parameter| parameter.origin);
         self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)
+    }
+
+    /// The values by the rule, in the type of `tensors`. Advances the states, of the type `stored`.
+    fn updated(
+        &self,
+        UpdateTensors { values, gradients }: UpdateTensors,
+        state: &mut Slots,
+        stored: DType,
+        controls: &AdamWControls<'_>,
+        rows: &[ElementwiseRows],
+    ) -> Vec<Tensor<1>> {
+        let precise = values[0].dtype();
+        // Moments that are stored as bfloat16 advance in float32.
+        let take = |state: &mut Slots, name| state.take(name).cast(precise);
+        match self.rule {
+            ElementwiseRule::AdamW(step) => {
+                let moments = Moments {
+                    moment_1: take(state, MOMENTS[0]),
+                    moment_2: take(state, MOMENTS[1]),
+                    max_moment_2: step.amsgrad.then(|| take(state, MOMENTS[2])),
+                };
+                let (updated, moments) =
+                    step.run(self.policy, values, gradients, moments, controls, rows);
+                state.put(MOMENTS[0], moments.moment_1.cast(stored));
+                state.put(MOMENTS[1], moments.moment_2.cast(stored));
+                if let Some(largest) = moments.max_moment_2 {
+                    state.put(MOMENTS[2], largest.cast(stored));
+                }
+                updated
+            }
+            ElementwiseRule::Lion(step) => {
+                let momentum = take(state, MOMENTUM);
+                let by = (controls.rejected, controls.factor);
+                let (updated, momentum) = lion(step, values, gradients, momentum, by, rows);
+                state.put(MOMENTUM, momentum.cast(stored));
+                updated
+            }
+        }
     }
 }

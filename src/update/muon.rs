@@ -380,12 +380,7 @@ impl MuonUpdate {
         // the gradient was rejected.
         let values = scaled_by(values, parameters.iter().map(|p| p.factors.as_ref()));
         if let Some(((observations, errors), old)) = observations.zip(errors).zip(old) {
-            let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
-            let errors = errors.split_with_sizes(counts, 0);
-            let each = parameters.iter().zip(old).zip(&values).zip(errors);
-            each.for_each(|(((parameter, old), new), errors)| {
-                observations.add(parameter.flag, old, new, errors.sum());
-            });
+            observe(observations, parameters, old, &values, errors);
         }
         let origins = parameters.iter().map(|parameter| parameter.origin);
         let by = (batch.dtype, &*firsts);
@@ -669,6 +664,23 @@ impl StepSize {
         let Self { decay, lr, cautious, .. } = *self;
         ParameterStep { flag, decay, lr, cautious }
     }
+}
+
+/// Adds the norms of parameters, and the `errors` of their matrices, to observations.
+fn observe(
+    observations: &mut Observations,
+    parameters: &[MuonParameter<'_>],
+    old: Vec<Tensor<1>>,
+    new: &[Tensor<1>],
+    errors: Tensor<1>,
+) {
+    let elements: usize = lengths(new).iter().sum();
+    let of_matrix = elements / errors.dims()[0];
+    let counts = lengths(new).iter().map(|elements| elements / of_matrix).collect();
+    let each = parameters.iter().zip(old).zip(new).zip(errors.split_with_sizes(counts, 0));
+    each.for_each(|(((parameter, old), new), errors)| {
+        observations.add(parameter.flag, old, new, errors.sum());
+    });
 }
 
 /// New values times factors, for the parameters that have any.

@@ -31,7 +31,7 @@ pub struct SkippedSteps {
 
 #[derive(Default, Debug)]
 struct Counts {
-    entries: Vec<Entry>,
+    entries: Vec<StateCounts>,
     /// The indices of entries whose rules were dropped.
     free: Vec<usize>,
     /// The counts of rules that were dropped, by name.
@@ -56,7 +56,7 @@ struct Kept {
 
 /// The counts of one optimizer state.
 #[derive(Debug, Default)]
-struct Entry {
+struct StateCounts {
     names: Vec<String>,
     /// `None` before the first step.
     counts: Option<Kept>,
@@ -157,7 +157,7 @@ impl SkippedSteps {
     #[cfg(feature = "train")]
     pub(crate) fn looked_at(&self) -> BTreeMap<String, u64> {
         let counts = self.lock();
-        let of_entry = |entry: &Entry| (entry.names.clone(), entry.seen.clone());
+        let of_entry = |entry: &StateCounts| (entry.names.clone(), entry.seen.clone());
         added(summed(counts.entries.iter().map(of_entry)), counts.ended.clone())
     }
 
@@ -181,7 +181,7 @@ impl SkippedSteps {
         let counts = Kept::new(counts);
         let seen = counts.values();
         let in_a_row = vec![0; seen.len()];
-        let entry = Entry { names, counts: Some(counts), seen, times, in_a_row };
+        let entry = StateCounts { names, counts: Some(counts), seen, times, in_a_row };
         let mut known = self.lock();
         let old = &mut known.entries[place.entry.expect("a reserved place has an entry")];
         let old = std::mem::replace(old, entry);
@@ -267,7 +267,7 @@ impl Counts {
     /// The index of an entry that nothing has.
     fn new_entry(&mut self) -> usize {
         self.free.pop().unwrap_or_else(|| {
-            self.entries.push(Entry::default());
+            self.entries.push(StateCounts::default());
             self.entries.len() - 1
         })
     }
@@ -353,7 +353,7 @@ impl fmt::Display for Warning {
     }
 }
 
-impl Entry {
+impl StateCounts {
     /// Compares the counts of parameters, which have taken part in `times` steps, with the counts
     /// of the last look. The warning names the parameter that was skipped most often.
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
@@ -475,7 +475,7 @@ mod tests {
     fn warnings_name_the_worst_and_count_the_others() {
         let names = ["a", "b", "c"].map(str::to_owned).to_vec();
         let (seen, times) = (vec![0.0; 3], vec![0; 3]);
-        let mut entry = Entry { names, counts: None, seen, times, in_a_row: vec![0; 3] };
+        let mut entry = StateCounts { names, counts: None, seen, times, in_a_row: vec![0; 3] };
         let warning = entry.look(vec![0.0, 2.0, 4.0], &[4; 3], 4).unwrap().to_string();
         assert!(warning.contains("`c` and another: up to 4 of 4 steps"), "{warning}");
         assert_eq!(entry.in_a_row, [0, 0, 4]);

@@ -134,11 +134,11 @@ pub(crate) const SKIPPED: Slot =
 /// The values of slots, flat.
 #[derive(Clone, Debug)]
 pub(crate) struct Slots {
-    values: Vec<(&'static str, Value)>,
+    values: Vec<(&'static str, SlotValue)>,
 }
 
 #[derive(Clone, Debug)]
-struct Value {
+struct SlotValue {
     /// `None` while an update has taken it.
     stored: Option<Stored>,
     /// The type of the slot.
@@ -212,7 +212,7 @@ impl Slots {
                 }
             };
             let recorded = slot.extent.recorded(parameter, batch);
-            (slot.name, Value { stored: Some(stored), dtype: slot.dtype, recorded })
+            (slot.name, SlotValue { stored: Some(stored), dtype: slot.dtype, recorded })
         };
         Self { values: table.iter().map(zeros).collect() }
     }
@@ -255,11 +255,11 @@ impl Slots {
         value.stored = Some(Stored::new(new, value.dtype));
     }
 
-    fn value(&self, name: &str) -> Option<&Value> {
+    fn value(&self, name: &str) -> Option<&SlotValue> {
         self.values.iter().find_map(|(known, value)| (*known == name).then_some(value))
     }
 
-    fn value_mut(&mut self, name: &str) -> &mut Value {
+    fn value_mut(&mut self, name: &str) -> &mut SlotValue {
         let value = self.values.iter_mut().find(|(known, _)| *known == name);
         &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
@@ -272,7 +272,7 @@ impl Slots {
             match self.value(slot.name) {
                 None if slot.is_optional() => {}
                 None => return Some(missing(slot.name)),
-                Some(Value { recorded, .. }) if *recorded != expected => {
+                Some(SlotValue { recorded, .. }) if *recorded != expected => {
                     return Some(format!(
                         "its saved `{}` does not fit: expected {expected:?}, got {recorded:?}",
                         slot.name
@@ -368,7 +368,7 @@ impl Slots {
 
     /// Writes all values to a record.
     pub fn flatten(&self, prefix: &str, out: &mut StateSink) {
-        for (name, Value { recorded, .. }) in &self.values {
+        for (name, SlotValue { recorded, .. }) in &self.values {
             // Records have the shape of the parameter or of its rows, as Burn's have, and not the
             // flat one.
             let (bytes, _, dtype) = self.get(name).into_data().into_parts();
@@ -399,7 +399,7 @@ impl Slots {
             // The type of the slot comes with the configuration: see `convert`.
             let dtype = SlotDtype::F32;
             let stored = Some(Stored::Float(tensor));
-            values.push((*name, Value { stored, dtype, recorded: shape.to_vec() }));
+            values.push((*name, SlotValue { stored, dtype, recorded: shape.to_vec() }));
         }
         Some(Self { values })
     }
@@ -422,7 +422,8 @@ impl Slots {
     pub fn insert(&mut self, slot: &Slot, value: f64, device: &Device) {
         let value = Tensor::full([1], value, (device, DType::F32));
         let stored = Some(Stored::Float(value));
-        self.values.push((slot.name, Value { stored, dtype: SlotDtype::F32, recorded: vec![1] }));
+        self.values
+            .push((slot.name, SlotValue { stored, dtype: SlotDtype::F32, recorded: vec![1] }));
     }
 
     /// Returns `true` if all recorded shapes are a rank's parameters, or one value for

@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{Arguments, RowGrid, factor_of, launch_groups, number_of, read, write};
+use super::rows::{LaunchArguments, RowGrid, factor_of, launch_groups, number_of, read, write};
 use super::{Batch, MAX_BUFFERS, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer, check_dtype};
 
@@ -49,6 +49,26 @@ pub struct StepControls<'a> {
     pub factor: Option<&'a Handle>,
 }
 
+impl StepControls<'_> {
+    fn check(&self, flags: usize) -> Result<()> {
+        let [correction_1, correction_2] = self.corrections;
+        Batch::check_f32_buffers(&[
+            ("the flags", self.rejected, flags),
+            ("the corrections", correction_1, flags),
+            ("the corrections", correction_2, flags),
+        ])?;
+        self.factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))
+    }
+}
+
+impl AdamWUpdate {
+    fn check(&self, client: &Client, dtype: ElemType) -> Result<()> {
+        self.values.check(client, "the parameter", dtype)?;
+        let grad = Rows { handle: self.grad.clone(), ..self.values.clone() };
+        grad.check(client, "the gradient", dtype)
+    }
+}
+
 /// Updates parameters and both of their moments in place (Loshchilov and Hutter,
 /// <https://arxiv.org/abs/1711.05101>).
 ///
@@ -63,35 +83,24 @@ pub fn adamw(
     parameters: &[AdamWUpdate],
     moments: [&Handle; 2],
     elements: usize,
-    StepControls { rejected, corrections, factor }: StepControls<'_>,
+    controls: StepControls<'_>,
     dtypes: [ElemType; 2],
-    AdamW { beta_1, beta_2, epsilon }: AdamW,
+    settings: AdamW,
 ) -> Result<()> {
     let [dtype, moment_dtype] = dtypes;
-    let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
     for parameter in parameters {
-        parameter.values.check(client, "the parameter", dtype)?;
-        let grad = Rows { handle: parameter.grad.clone(), ..parameter.values.clone() };
-        grad.check(client, "the gradient", dtype)?;
+        parameter.check(client, dtype)?;
         let needed = elements.max(parameter.first + parameter.values.len());
         check_buffer("the first moment", moments[0], needed, moment_dtype)?;
         check_buffer("the second moment", moments[1], needed, moment_dtype)?;
     }
-    let [correction_1, correction_2] = corrections;
-    Batch::check_f32_buffers(&[
-        ("the flags", rejected, flags),
-        ("the corrections", correction_1, flags),
-        ("the corrections", correction_2, flags),
-    ])?;
-    factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))?;
     check_dtype(client, moment_dtype)?;
-    // SAFETY: flags and corrections were checked above, and moments have this number of elements.
-    let buffer =
-        |handle: &Handle, length| unsafe { BufferArg::from_raw_parts(handle.clone(), length) };
+    let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
+    controls.check(flags)?;
     let parameters: Vec<_> =
         parameters.iter().filter(|parameter| !parameter.values.is_empty()).cloned().collect();
     let longest = parameters.iter().map(|parameter| parameter.values.len()).max().unwrap_or(0);
-    let arguments = Arguments {
+    let arguments = LaunchArguments {
         buffers: 2,
         numbers: 5,
         // Two of the buffers of one parameter are its values and its gradient, and one is that of
@@ -99,32 +108,61 @@ pub fn adamw(
         shared: MAX_BUFFERS - 3,
         address: AddressType::from_len(longest.max(elements)),
     };
+    let shared = SharedBuffers { moments, elements, controls, flags };
     for group in launch_groups(client, &parameters, arguments, |parameter| parameter.values.shape())
     {
+        settings.launch(client, group, &shared, arguments.address, dtypes);
+    }
+    Ok(())
+}
+
+/// The buffers that the parameters of a launch share, after their checks.
+struct SharedBuffers<'a> {
+    moments: [&'a Handle; 2],
+    /// Elements of each moment.
+    elements: usize,
+    controls: StepControls<'a>,
+    /// The number of flags that the kernel reads, and of corrections.
+    flags: usize,
+}
+
+impl AdamW {
+    /// Updates as many parameters as fit in one launch.
+    fn launch(
+        self,
+        client: &Client,
+        group: &[AdamWUpdate],
+        &SharedBuffers { moments, elements, controls, flags }: &SharedBuffers<'_>,
+        address: AddressType,
+        dtypes: [ElemType; 2],
+    ) {
+        let StepControls { rejected, corrections, factor } = controls;
+        // SAFETY: `adamw` has checked that every buffer has this number of elements.
+        let buffer =
+            |handle: &Handle, length| unsafe { BufferArg::from_raw_parts(handle.clone(), length) };
         let all_rows = group.iter().map(|parameter| &parameter.values);
         // With the end of the moments: their length is also a number of whole vectors.
         let firsts: Vec<usize> =
             group.iter().map(|parameter| parameter.first).chain([elements]).collect();
         let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &firsts);
         let size = grid.vector_size;
+        let gradient =
+            |parameter: &AdamWUpdate| buffer(&parameter.grad, parameter.values.len() / size);
         // SAFETY: units past the vectors of a tensor do nothing.
         unsafe {
             adamw_kernel::launch_unchecked(
                 client,
                 grid.cube_count(grid.cubes_per_row),
                 CubeDim::new_1d(UNITS),
-                arguments.address,
+                address,
                 size,
                 all_rows.clone().map(|rows| rows.vectors(size)).collect(),
-                group
-                    .iter()
-                    .map(|parameter| buffer(&parameter.grad, parameter.values.len() / size))
-                    .collect(),
+                group.iter().map(gradient).collect(),
                 buffer(moments[0], elements / size),
                 buffer(moments[1], elements / size),
                 buffer(rejected, flags),
-                buffer(correction_1, flags),
-                buffer(correction_2, flags),
+                buffer(corrections[0], flags),
+                buffer(corrections[1], flags),
                 // Without a factor, any buffer is bound in its place and not read.
                 buffer(factor.unwrap_or(rejected), 1),
                 firsts[..group.len()].iter().map(|first| first / size).collect(),
@@ -132,15 +170,14 @@ pub fn adamw(
                 group.iter().map(|parameter| parameter.flag).collect(),
                 group.iter().map(|parameter| parameter.decay).collect(),
                 group.iter().map(|parameter| parameter.lr).collect(),
-                beta_1,
-                beta_2,
-                epsilon,
+                self.beta_1,
+                self.beta_2,
+                self.epsilon,
                 factor.is_some(),
                 dtypes,
             );
         }
     }
-    Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]

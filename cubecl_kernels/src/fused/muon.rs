@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 
 use super::norm::{RowNorms, VECTORS_PER_SUM, add_partials, add_squares, store_partial};
 use super::rows::{
-    Arguments, RowGrid, factor_of, launch_groups, locate_row, number_of, read, write,
+    LaunchArguments, RowGrid, factor_of, launch_groups, locate_row, number_of, read, write,
 };
 use super::{Batch, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::Result;
@@ -41,6 +41,18 @@ pub struct MomentumBuffers<'a> {
     pub factor: Option<&'a Handle>,
 }
 
+impl MomentumBuffers<'_> {
+    fn check(&self, client: &Client, batch: Batch, flags: usize, dtype: ElemType) -> Result<()> {
+        let Self { momentum, update, norms, rejected, factor } = self;
+        batch.check(client, &[("the momentum", momentum, dtype), ("the update", update, dtype)])?;
+        Batch::check_f32_buffers(&[
+            ("the flags", rejected, flags),
+            ("the norms", &norms.handle, 2 * batch.count * norms.partials),
+        ])?;
+        factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))
+    }
+}
+
 /// Updates the momentum of the matrices of a batch from `first` on, in place:
 /// `M <- keep M + fresh G`.
 ///
@@ -54,32 +66,25 @@ pub struct MomentumBuffers<'a> {
 pub fn update_momentum(
     client: &Client,
     inputs: &[MomentumInput],
-    MomentumBuffers { momentum, update, norms, rejected, factor }: MomentumBuffers<'_>,
+    buffers: MomentumBuffers<'_>,
     batch: Batch,
     mut first: usize,
     dtypes: [ElemType; 2],
     nesterov: bool,
 ) -> Result<()> {
     let [grad_dtype, dtype] = dtypes;
-    batch.check(client, &[("the momentum", momentum, dtype), ("the update", update, dtype)])?;
     let flags = inputs.iter().map(|input| input.flag + 1).max().unwrap_or(0);
-    let norm_values = 2 * batch.count * norms.partials;
-    let scaled = factor.is_some();
-    // Without a factor, any buffer is bound in its place and not read.
-    let factor = factor.unwrap_or(rejected);
-    Batch::check_f32_buffers(&[
-        ("the flags", rejected, flags),
-        ("the norms", &norms.handle, norm_values),
-        ("the factor", factor, usize::from(scaled)),
-    ])?;
+    buffers.check(client, batch, flags, dtype)?;
     inputs.iter().try_for_each(|input| input.grad.check(client, "the gradient", grad_dtype))?;
     batch.check_rows("the gradients", inputs.iter().map(|input| &input.grad), first)?;
     if batch.is_empty() {
         return Ok(());
     }
+    let MomentumBuffers { momentum, update, norms, rejected, factor } = buffers;
     // The units of a cube add up their norms, for which they have to wait for each other.
     let units = exchanging_units(&client.properties().hardware, UNITS);
-    let arguments = Arguments { buffers: 1, numbers: 5, shared: 5, address: batch.address_type() };
+    let arguments =
+        LaunchArguments { buffers: 1, numbers: 5, shared: 5, address: batch.address_type() };
     for group in launch_groups(client, inputs, arguments, |input| input.grad.shape()) {
         let all_rows = group.iter().map(|input| &input.grad);
         let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &[]);
@@ -98,7 +103,8 @@ pub fn update_momentum(
                 batch.vectors(update, size),
                 norms.arg(batch),
                 BufferArg::from_raw_parts(rejected.clone(), flags),
-                BufferArg::from_raw_parts(factor.clone(), 1),
+                // Without a factor, any buffer is bound in its place and not read.
+                BufferArg::from_raw_parts(factor.unwrap_or(rejected).clone(), 1),
                 grid.first_rows(),
                 grid.end_rows(),
                 group.iter().map(|input| input.flag).collect(),
@@ -107,7 +113,7 @@ pub fn update_momentum(
                 first,
                 batch.elements / size,
                 nesterov,
-                scaled,
+                factor.is_some(),
                 units,
                 dtypes,
             );
@@ -228,7 +234,8 @@ pub fn apply(
     if batch.is_empty() {
         return Ok(());
     }
-    let arguments = Arguments { buffers: 1, numbers: 5, shared: 3, address: batch.address_type() };
+    let arguments =
+        LaunchArguments { buffers: 1, numbers: 5, shared: 3, address: batch.address_type() };
     for group in launch_groups(client, parameters, arguments, |parameter| parameter.values.shape())
     {
         let all_rows = group.iter().map(|parameter| &parameter.values);

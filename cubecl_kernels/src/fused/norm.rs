@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{Arguments, RowGrid, launch_groups, locate_row, number_of, read};
+use super::rows::{LaunchArguments, RowGrid, launch_groups, locate_row, number_of, read};
 use super::{Batch, F32, Rows, UNITS, cube_row, cubes_per_row, grid, unit_vectors, vector_size};
 use crate::error::Result;
 use crate::units::exchanging_units;
@@ -92,7 +92,7 @@ pub fn norms(
     let tensors: Vec<_> = tensors.iter().filter(|(rows, _)| !rows.is_empty()).cloned().collect();
     let longest = tensors.iter().map(|(rows, _)| rows.len()).max().unwrap_or(0);
     let address = AddressType::from_len(longest.max(values));
-    let arguments = Arguments { buffers: 1, numbers: 4, shared: 1, address };
+    let arguments = LaunchArguments { buffers: 1, numbers: 4, shared: 1, address };
     let shape = |(rows, _): &(Rows, usize)| [row_count(rows), elements];
     for group in launch_groups(client, &tensors, arguments, shape) {
         let all_rows = group.iter().map(|(rows, _)| rows);

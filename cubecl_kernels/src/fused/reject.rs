@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{Arguments, RowGrid, launch_groups, locate_row, number_of, read};
+use super::rows::{LaunchArguments, RowGrid, launch_groups, locate_row, number_of, read};
 use super::{F32, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer};
 
@@ -32,7 +32,7 @@ pub fn reject(
     let tensors: Vec<_> = tensors.iter().filter(|(rows, _)| !rows.is_empty()).cloned().collect();
     let longest = tensors.iter().map(|(rows, _)| rows.len()).max().unwrap_or(0);
     let address = AddressType::from_len(longest.max(count));
-    let arguments = Arguments { buffers: 1, numbers: 4, shared: 1, address };
+    let arguments = LaunchArguments { buffers: 1, numbers: 4, shared: 1, address };
     for group in launch_groups(client, &tensors, arguments, |(rows, _)| rows.shape()) {
         let all_rows = group.iter().map(|(rows, _)| rows);
         let grid = RowGrid::new(client, &[dtype], all_rows.clone(), &[]);

@@ -77,7 +77,7 @@ impl Rows {
 
 /// The arguments of a kernel of several tensors.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Arguments {
+pub(super) struct LaunchArguments {
     /// Buffers of each tensor.
     pub buffers: usize,
     /// Numbers of each tensor.
@@ -88,7 +88,7 @@ pub(super) struct Arguments {
     pub address: AddressType,
 }
 
-impl Arguments {
+impl LaunchArguments {
     /// Returns the largest number of tensors in a launch. Devices limit the buffers that a kernel
     /// binds, and CUDA limits the bytes of its arguments: each buffer has a pointer and a length.
     fn max_tensors(self, client: &Client) -> usize {
@@ -106,7 +106,7 @@ impl Arguments {
 pub(super) fn launch_groups<'a, T>(
     client: &Client,
     items: &'a [T],
-    arguments: Arguments,
+    arguments: LaunchArguments,
     shape: impl Fn(&T) -> [usize; 2],
 ) -> impl Iterator<Item = &'a [T]> {
     let max_tensors = arguments.max_tensors(client);

@@ -29,22 +29,22 @@ const CHOSEN_FOR: usize = 8;
 const CHECKED_FOR: [usize; 2] = [1, 64];
 
 /// cuBLASLt on a device, to the end of the process.
-pub(super) struct Library {
+pub(super) struct CublasLt {
     handle: sys::cublasLtHandle_t,
     workspace: driver::sys::CUdeviceptr,
     /// Refusals are also kept: the library was asked once.
-    plans: Mutex<HashMap<Key, Result<Plan, Refusal>>>,
+    plans: Mutex<HashMap<PlanKey, Result<Plan, Refusal>>>,
 }
 
 // SAFETY: the handle may be used by several threads at a time, as the documentation says
 // (<https://docs.nvidia.com/cuda/cublas/#cublasltcreate>), and plans are behind a lock.
-unsafe impl Send for Library {}
+unsafe impl Send for CublasLt {}
 // SAFETY: as above.
-unsafe impl Sync for Library {}
+unsafe impl Sync for CublasLt {}
 
 /// The products that have a plan in common: type, layout, batch and sizes, and `true` with an
 /// addend.
-type Key = (Element, Layout, usize, [usize; 3], bool);
+type PlanKey = (Element, Layout, usize, [usize; 3], bool);
 
 /// The description of a product and its algorithm.
 #[derive(Clone, Copy)]
@@ -68,7 +68,7 @@ fn bytes<T>(value: &T) -> (*const c_void, usize) {
     (std::ptr::from_ref(value).cast(), size_of::<T>())
 }
 
-impl Library {
+impl CublasLt {
     /// Opens the library in the context that is current.
     pub fn open() -> Result<Self, Refusal> {
         // SAFETY: the library is only searched for.
@@ -131,7 +131,7 @@ impl Library {
     /// Asks the library for an algorithm. The descriptions are kept with the plan.
     fn make_plan(
         &self,
-        (element, layout, batch, [m, n, k], _): Key,
+        (element, layout, batch, [m, n, k], _): PlanKey,
     ) -> Result<Plan, result::CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Descriptions;
         let float = sys::cudaDataType::CUDA_R_32F;

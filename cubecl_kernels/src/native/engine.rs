@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::cublaslt::{Library, Plan};
+use super::cublaslt::{CublasLt, Plan};
 use super::cuda_graphs::Recording;
 use super::launches::{ALIGNMENT, Element, Launch, Product};
 use super::ptx_module::{Module, Prepared, Scratch};
@@ -32,7 +32,7 @@ pub struct Native {
     /// The reason if these are not all.
     pub(super) fault: Option<Refusal>,
     /// For full products, or the reason why the kernels also compute these.
-    pub(super) library: Result<Library, Refusal>,
+    pub(super) library: Result<CublasLt, Refusal>,
     /// The recordings by their keys, or the reason why there is none, and the right to use the
     /// stream.
     pub(super) recordings: Mutex<HashMap<String, Result<Recording, Refusal>>>,
@@ -190,7 +190,7 @@ impl Native {
     pub(super) fn prepare_for_library(&self, product: &Product) -> Option<Queued<'_>> {
         let library = self.library.as_ref().ok().filter(|_| !product.lower)?;
         let plan = library.plan(self.element, product).ok()?;
-        Some(Queued::Library(library, *product, plan))
+        Some(Queued::CublasLt(library, *product, plan))
     }
 
     /// Prepares a launch of a kernel, with tiles of one of the shapes, and for all multiprocessors
@@ -228,7 +228,7 @@ impl Native {
                 unsafe { prepared.launch(&self.stream, overlaps) }.map_err(failed)
             }
             // SAFETY: as for this function.
-            Queued::Library(library, product, plan) => unsafe {
+            Queued::CublasLt(library, product, plan) => unsafe {
                 library.multiply(&self.stream, (product, plan))
             },
         })
@@ -268,5 +268,5 @@ impl Native {
 /// A launch with its implementation.
 pub(super) enum Queued<'a> {
     Kernel(Prepared),
-    Library(&'a Library, Product, Plan),
+    CublasLt(&'a CublasLt, Product, Plan),
 }

@@ -7,7 +7,7 @@ use std::sync::{LazyLock, Mutex};
 use cudarc::driver::{result, sys};
 
 use super::Refusal;
-use super::cublaslt::Library;
+use super::cublaslt::CublasLt;
 use super::engine::{Native, ensure_enabled};
 use super::launches::Element;
 use super::per_device::Devices;
@@ -147,7 +147,7 @@ impl Native {
             Err(fault) => return Err(native.given_up(fault)),
         }
         native.patience = 0;
-        native.library = Library::open();
+        native.library = CublasLt::open();
         if native.library.is_ok()
             && let Err(fault) = self_test::verify_library(&native)
         {

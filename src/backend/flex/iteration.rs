@@ -62,13 +62,13 @@ struct Iteration<'a> {
 }
 
 /// The memory of a matrix.
-enum Memory<'a> {
+enum MatrixMemory<'a> {
     /// A matrix of the batch.
     Batch(&'a mut [f32]),
     Spare(Vec<f32>),
 }
 
-impl Deref for Memory<'_> {
+impl Deref for MatrixMemory<'_> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
@@ -79,7 +79,7 @@ impl Deref for Memory<'_> {
     }
 }
 
-impl DerefMut for Memory<'_> {
+impl DerefMut for MatrixMemory<'_> {
     fn deref_mut(&mut self) -> &mut [f32] {
         match self {
             Self::Batch(values) => values,
@@ -110,19 +110,19 @@ impl Iteration<'_> {
     fn run(&self, x: &mut [f32], spare: &mut Spare) {
         let ([m, n], mut of_batch) = (self.shape, None);
         let side = m.min(n);
-        let result = self.program.run(Rc::new(Memory::Batch(x)), |step, operands| {
+        let result = self.program.run(Rc::new(MatrixMemory::Batch(x)), |step, operands| {
             let elements = if step.is_wide() { m * n } else { side * side };
             spare.keep(elements);
             let mut result = match of_batch.take() {
-                Some(x) => Memory::Batch(x),
-                None => Memory::Spare(spare.take(elements)),
+                Some(x) => MatrixMemory::Batch(x),
+                None => MatrixMemory::Spare(spare.take(elements)),
             };
             self.compute(step, &operands, &mut result);
             // An operand that later steps read has a second owner.
             for operand in operands.into_iter().filter_map(Rc::into_inner) {
                 match operand {
-                    Memory::Batch(x) => of_batch = Some(x),
-                    Memory::Spare(values) => spare.0.push(values),
+                    MatrixMemory::Batch(x) => of_batch = Some(x),
+                    MatrixMemory::Spare(values) => spare.0.push(values),
                 }
             }
             // No symmetric matrix has the size of the batch's memory, which would lie idle.
@@ -133,7 +133,7 @@ impl Iteration<'_> {
     }
 
     /// Computes the result of a step.
-    fn compute(&self, step: &Step, operands: &[Rc<Memory<'_>>], result: &mut [f32]) {
+    fn compute(&self, step: &Step, operands: &[Rc<MatrixMemory<'_>>], result: &mut [f32]) {
         let [m, n] = self.shape;
         let (side, square) = (Side::of(self.shape), m.min(n));
         let symmetric =
@@ -194,15 +194,15 @@ impl Iteration<'_> {
 
 /// The matrix in the memory of the batch, if that is not in use.
 fn into_batch<'a>(
-    matrix: Memory<'a>,
+    matrix: MatrixMemory<'a>,
     of_batch: &mut Option<&'a mut [f32]>,
     spare: &mut Spare,
-) -> Memory<'a> {
+) -> MatrixMemory<'a> {
     match (matrix, of_batch.take()) {
-        (Memory::Spare(values), Some(x)) => {
+        (MatrixMemory::Spare(values), Some(x)) => {
             x.copy_from_slice(&values);
             spare.0.push(values);
-            Memory::Batch(x)
+            MatrixMemory::Batch(x)
         }
         (matrix, unused) => {
             *of_batch = unused;

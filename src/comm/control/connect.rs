@@ -15,7 +15,7 @@ use socket2::{Domain, SockRef, Socket, Type};
 use super::super::rounds::LONGEST_WAIT;
 use super::Control;
 use super::authentication::{Admission, Challenge, Hello};
-use super::connection_to_server::Link;
+use super::connection_to_server::ServerConnection;
 use super::protocol::{
     MAX_UNAUTHENTICATED_MESSAGE, message_too_long, parse_all, short_frame, write,
 };
@@ -142,7 +142,7 @@ impl Endpoint {
                 return Err(failed(reason, CHECK_LISTENER));
             }
         }
-        let link = Link::new(stream, (rank, size), deadline, server);
+        let link = ServerConnection::new(stream, (rank, size), deadline, server);
         let link = link.map_err(|error| {
             failed(
                 format!("can't start a thread for the connection: {error}"),

@@ -33,7 +33,7 @@ const STACK: usize = 1 << 17;
 pub type Answer = (Outcome, Vec<u8>);
 
 /// A process's connection to rank 0.
-pub struct Link {
+pub struct ServerConnection {
     shared: Arc<Shared>,
     pub deadline: Duration,
     /// The number of external calls so far, in every group.
@@ -68,7 +68,7 @@ struct Callers {
 }
 
 /// The wait of a thread, until this value is dropped.
-pub struct Waiting<'a>(&'a Link);
+pub struct Waiting<'a>(&'a ServerConnection);
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
@@ -83,7 +83,7 @@ struct Answers {
     reader_ended: bool,
 }
 
-impl Link {
+impl ServerConnection {
     /// Starts the reading thread of a rank that rank 0 has admitted.
     ///
     /// # Errors
@@ -410,7 +410,7 @@ fn is_pause(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
-impl Drop for Link {
+impl Drop for ServerConnection {
     fn drop(&mut self) {
         if thread::panicking() {
             self.notify(&Request::Fail { cause: "it panicked".to_owned() });
@@ -430,7 +430,7 @@ impl Drop for Link {
     }
 }
 
-impl fmt::Debug for Link {
+impl fmt::Debug for ServerConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {}", self.shared.rank)
     }

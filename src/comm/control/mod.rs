@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 pub use authentication::random_secret;
 pub use connect::Endpoint;
-use connection_to_server::{Answer, Link, Waiting};
+use connection_to_server::{Answer, ServerConnection, Waiting};
 use protocol::{MAX_CALL, Op, Outcome, Request};
 
 use super::rounds::{Failure, WaitPoint};
@@ -43,7 +43,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(1);
 /// A process's view of one group: its participant in the group's rounds and external calls.
 #[derive(Debug)]
 pub struct Control {
-    link: Arc<Link>,
+    link: Arc<ServerConnection>,
     group: u64,
     /// This process's index in the group.
     rank: usize,
@@ -67,7 +67,7 @@ pub struct ExternalCall {
 
 /// A wait that has been reported to rank 0, until this value is dropped.
 struct ReportedWait<'a> {
-    link: &'a Link,
+    link: &'a ServerConnection,
     key: (u64, u64),
     _waiting: Waiting<'a>,
 }
@@ -80,7 +80,7 @@ impl Drop for ReportedWait<'_> {
 
 impl Control {
     /// The view of the world.
-    fn new(link: Link, rank: usize, size: usize) -> Self {
+    fn new(link: ServerConnection, rank: usize, size: usize) -> Self {
         let (group, external_calls) = (0, link.external_calls(0));
         let (link, next_round, groups) = (Arc::new(link), AtomicU64::new(0), Arc::new(()));
         Self { link, group, rank, size, next_round, external_calls, groups }

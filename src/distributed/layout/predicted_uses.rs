@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 
 /// The parameters that are used in a pass, in order.
 #[derive(Debug, Default)]
-pub struct Order {
+pub struct UseOrder {
     before: Vec<usize>,
     now: Vec<usize>,
     /// `true` if this pass has differed from the one before.
     differs: bool,
 }
 
-impl Order {
+impl UseOrder {
     /// Adds a use. Returns the uses that come next if this pass goes on as the one before.
     pub fn next(&mut self, index: usize) -> &[usize] {
         let is_complete = !self.differs && self.now.len() == self.before.len();
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_pass_is_predicted_by_the_one_before() {
-        let mut order = Order::default();
+        let mut order = UseOrder::default();
         for index in [3, 1, 2] {
             assert!(order.next(index).is_empty());
         }

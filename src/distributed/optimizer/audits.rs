@@ -463,7 +463,7 @@ mod tests {
         let taken = World::threads(World::devices(2), |world| -> Result<_> {
             let net = world.broadcast(Net::new(world.device()))?;
             let optim = config().with_audit_every(2).init(&world, &net)?;
-            let mut audits = optim.audits;
+            let mut audits = optim.checks.audits;
             let mut buckets = vec![];
             for _ in 0..8 {
                 let audit = audits.begin(&optim.divided, &optim.shards);

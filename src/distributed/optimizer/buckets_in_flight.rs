@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor};
 
 use super::audits::{Again, Audit};
 use super::bucket_shard::Shard;
@@ -15,6 +15,7 @@ use super::detached_parameters::DetachedParameters;
 use super::divided_model::DividedModel;
 use super::global_clipping::counts;
 use super::memory_report::MemoryMeter;
+use super::rejected_gradients::Flags;
 use super::traffic::{Reducing, Traffic, drop_all};
 use crate::backend::ScaledNorms;
 use crate::checks::ensure_all_computed;
@@ -35,10 +36,7 @@ pub struct StepInProgress<'a> {
     pub detached: DetachedParameters,
     calls: CallsInFlight,
     pub between: BetweenCalls,
-    /// 1 for parameters whose gradients this rank rejects.
-    pub flags: Tensor<1>,
-    /// 1 for parameters without a gradient on any rank.
-    pub absent: Tensor<1>,
+    pub flags: Flags,
     /// `true` if gradients are clipped, by their norms.
     clips: bool,
     /// The norms of the step, if they were requested.
@@ -55,13 +53,13 @@ struct CallsInFlight {
     order: Vec<usize>,
     /// The number of buckets whose reduction has started.
     started: usize,
-    calls: VecDeque<Flight>,
+    calls: VecDeque<BucketCall>,
     /// Bytes of their buffers.
     bytes: usize,
 }
 
 /// A call of a bucket.
-enum Flight {
+enum BucketCall {
     Reduction(usize, Reducing),
     /// The gradients of the shard that this rank audits.
     AuditedReduction(Reducing),
@@ -74,7 +72,7 @@ enum Flight {
     Gathering(usize, Pending),
 }
 
-impl Flight {
+impl BucketCall {
     fn bytes(&self) -> usize {
         match self {
             Self::Reduction(_, reducing) | Self::AuditedReduction(reducing) => reducing.bytes(),
@@ -87,7 +85,7 @@ impl Flight {
 }
 
 impl CallsInFlight {
-    fn push(&mut self, flight: Flight) {
+    fn push(&mut self, flight: BucketCall) {
         self.bytes += flight.bytes();
         self.calls.push_back(flight);
     }
@@ -96,15 +94,17 @@ impl CallsInFlight {
     fn reductions(&self) -> usize {
         // An assembly is the second half of a reduction: not counted, a further bucket would start
         // while the gradients of this one are still on their way.
-        let is_reduction =
-            |flight: &&Flight| matches!(flight, Flight::Reduction(..) | Flight::Assembly(..));
+        let is_reduction = |flight: &&BucketCall| {
+            matches!(flight, BucketCall::Reduction(..) | BucketCall::Assembly(..))
+        };
         self.calls.iter().filter(is_reduction).count()
     }
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        let is_gathering =
-            |flight: &&Flight| matches!(flight, Flight::Distribution(..) | Flight::Gathering(..));
+        let is_gathering = |flight: &&BucketCall| {
+            matches!(flight, BucketCall::Distribution(..) | BucketCall::Gathering(..))
+        };
         self.calls.iter().filter(is_gathering).count()
     }
 }
@@ -183,15 +183,11 @@ impl<'a> StepInProgress<'a> {
         detached: DetachedParameters,
         clips: bool,
     ) -> Self {
-        let device = (&divided.device(), DType::F32);
-        let absent = inputs.present.iter().map(|present| f32::from(u8::from(!present)));
-        let absent: Vec<f32> = absent.collect();
         // The order of the stages, in which the buckets that one owner decides on come first, and
         // not the plan's.
         let order = traffic.stages.iter().flat_map(|stage| stage.buckets.clone()).collect();
         Self {
-            flags: Tensor::zeros([divided.trainable.len()], device),
-            absent: Tensor::from_data(TensorData::from(&*absent), device),
+            flags: Flags::new(&inputs.present, &divided.device()),
             calls: CallsInFlight { order, ..CallsInFlight::default() },
             between: BetweenCalls::none(shards.len()),
             divided,
@@ -228,7 +224,7 @@ impl<'a> StepInProgress<'a> {
         // Further references: the owners' reduction takes the tensors.
         let mut gradients = self.detached.gradients.references(&audit.shard.bucket);
         let reducing = self.traffic.start_reduction(self.divided, &audit.shard, &mut gradients)?;
-        self.calls.push(Flight::AuditedReduction(reducing));
+        self.calls.push(BucketCall::AuditedReduction(reducing));
         Ok(())
     }
 
@@ -264,7 +260,7 @@ impl<'a> StepInProgress<'a> {
             true => {
                 let flags =
                     slices::zeros(self.divided.trainable.len(), DType::F32, &self.divided.device());
-                audit.reject(flags).max_pair(self.absent.clone())
+                audit.reject(flags).max_pair(self.flags.absent.clone())
             }
             false => controls.rejected.clone(),
         };
@@ -295,7 +291,7 @@ impl<'a> StepInProgress<'a> {
             let gradients = &mut self.detached.gradients;
             let reducing =
                 self.traffic.start_reduction(self.divided, &self.shards[next], gradients)?;
-            self.calls.push(Flight::Reduction(next, reducing));
+            self.calls.push(BucketCall::Reduction(next, reducing));
             // With the reduction, so that the values are there when the owner decides. Where the
             // ranks decide together, `take_stages` starts it after the decision.
             if self.traffic.is_alone(next) {
@@ -327,7 +323,7 @@ impl<'a> StepInProgress<'a> {
             return Ok(());
         }
         let share = shard.pack_share(&mut self.detached.parameters, shard.bucket.dtype);
-        self.calls.push(Flight::ValueAssembly(bucket, shard.exchange.assemble(share)?));
+        self.calls.push(BucketCall::ValueAssembly(bucket, shard.exchange.assemble(share)?));
         Ok(())
     }
 
@@ -336,7 +332,7 @@ impl<'a> StepInProgress<'a> {
         let flight = self.calls.calls.pop_front().expect("a call was started");
         let buffers = flight.bytes();
         match flight {
-            Flight::Reduction(bucket, reducing) => {
+            BucketCall::Reduction(bucket, reducing) => {
                 let mut gradients = reducing.wait(&self.shards[bucket])?;
                 self.calls.bytes -= buffers;
                 let exchange = &self.shards[bucket].exchange;
@@ -344,38 +340,38 @@ impl<'a> StepInProgress<'a> {
                     // To the owners of whole parameters. A share of slices is one tensor:
                     // `Reducing::wait` does not split it.
                     let pending = exchange.assemble(gradients.swap_remove(0))?;
-                    self.calls.push(Flight::Assembly(bucket, pending));
+                    self.calls.push(BucketCall::Assembly(bucket, pending));
                     self.observe();
                 } else {
                     self.keep_gradients(bucket, gradients);
                 }
                 Ok(())
             }
-            Flight::AuditedReduction(reducing) => {
+            BucketCall::AuditedReduction(reducing) => {
                 let audit = self.audit.as_mut().expect("audits wait for their gradients");
                 audit.gradients = reducing.wait(&audit.shard)?;
                 self.calls.bytes -= buffers;
                 self.observe();
                 Ok(())
             }
-            Flight::Assembly(bucket, pending) => {
+            BucketCall::Assembly(bucket, pending) => {
                 let assembled = pending.wait()?;
                 self.calls.bytes -= buffers;
                 self.keep_gradients(bucket, self.shards[bucket].split(&assembled));
                 Ok(())
             }
-            Flight::ValueAssembly(bucket, pending) => {
+            BucketCall::ValueAssembly(bucket, pending) => {
                 let values = pending.wait()?;
                 self.calls.bytes -= buffers;
                 self.between.put_assembled(bucket, values);
                 Ok(())
             }
-            Flight::Distribution(bucket, pending) => {
+            BucketCall::Distribution(bucket, pending) => {
                 let distributed = pending.wait()?;
                 self.calls.bytes -= buffers;
                 self.on_distributed(bucket, distributed)
             }
-            Flight::Gathering(bucket, pending) => {
+            BucketCall::Gathering(bucket, pending) => {
                 let gathered = pending.wait()?;
                 self.detached.publish(&self.shards[bucket].exchange.held, &gathered);
                 self.observe();
@@ -399,9 +395,7 @@ impl<'a> StepInProgress<'a> {
         let shard = &self.shards[bucket];
         let gradients = self.final_gradients(shard, gradients);
         let norms = if self.clips { shard.norms(&gradients) } else { vec![] };
-        // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = slices::empty(DType::F32, &self.divided.device());
-        self.flags = shard.reject(&gradients, std::mem::replace(&mut self.flags, empty));
+        self.flags.reject(|flags| shard.reject(&gradients, flags));
         self.between.put_reduced(bucket, ReducedShard { gradients, norms });
         self.observe();
     }
@@ -476,7 +470,7 @@ impl<'a> StepInProgress<'a> {
             // values.
             self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
             let pending = shard.exchange.distribute(packed)?;
-            self.calls.push(Flight::Distribution(bucket, pending));
+            self.calls.push(BucketCall::Distribution(bucket, pending));
         } else if shard.is_gathered() {
             let packed = shard.pack(updated);
             self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
@@ -541,7 +535,7 @@ impl<'a> StepInProgress<'a> {
             Publish::Now => {
                 let counts = exchange.held.counts.to_vec();
                 let gathering = exchange.publishers.all_gather(values, &counts)?;
-                self.calls.push(Flight::Gathering(bucket, gathering));
+                self.calls.push(BucketCall::Gathering(bucket, gathering));
             }
         }
         self.observe();

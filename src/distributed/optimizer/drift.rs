@@ -24,13 +24,13 @@ use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
 
-/// The steps until the next check.
-pub struct Checks {
+/// The steps until the next check for drift.
+pub struct DriftChecks {
     every: usize,
     steps: usize,
 }
 
-impl Checks {
+impl DriftChecks {
     /// Checks after every `every` steps; never for 0.
     pub fn new(every: usize) -> Self {
         Self { every, steps: 0 }

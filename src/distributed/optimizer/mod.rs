@@ -57,7 +57,7 @@ use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
 use divided_model::DividedModel;
 pub(super) use divided_model::bytes_of_parameter;
-use drift::Checks;
+use drift::DriftChecks;
 use gradient_scaling::GradientScaling;
 use memory_report::MemoryMeter;
 pub use memory_report::{MemoryReport, Usage};
@@ -99,9 +99,7 @@ pub struct DistModuleOptimizer {
     traffic: Traffic,
     accounts: Accounts,
     scaling: GradientScaling,
-    compared: ComparedGradients,
     checks: Checks,
-    audits: Audits,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
     /// The settings that the program has set since it was made.
@@ -109,6 +107,14 @@ pub struct DistModuleOptimizer {
     observing: Observing,
     accounting: Accounting,
     memory: MemoryMeter,
+}
+
+/// What the ranks compare with each other.
+struct Checks {
+    /// Gradients that are to be the same along the model axes.
+    gradients: ComparedGradients,
+    drift: DriftChecks,
+    audits: Audits,
 }
 
 impl DistModuleOptimizer {
@@ -124,12 +130,14 @@ impl DistModuleOptimizer {
             shards.push(Shard::new(bucket, &divided, &publishers, &mut matrices));
         }
         let scaling = GradientScaling::new(config, &divided);
+        let checks = Checks {
+            gradients: ComparedGradients::default(),
+            drift: DriftChecks::new(config.check_every),
+            audits: Audits::new(config, &divided, &shards)?,
+        };
         let mut optim = Self {
             traffic: Traffic::new(config, &divided.plan, scaling.waits_for_all()),
             accounts: Accounts::new(&config.muon, &divided, &matrices),
-            compared: ComparedGradients::default(),
-            checks: Checks::new(config.check_every),
-            audits: Audits::new(config, &divided, &shards)?,
             head_clip: None,
             running: Running::default(),
             observing: Observing::default(),
@@ -138,6 +146,7 @@ impl DistModuleOptimizer {
             divided,
             shards,
             scaling,
+            checks,
         };
         optim.accounts.start_counting(&optim.divided);
         Ok(optim)

@@ -1,7 +1,7 @@
 //! The acceptance of every parameter's step: rejected gradients, diverged matrices, and their sums
 //! per parameter.
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::backend::ones_where;
 use crate::slices;
@@ -81,6 +81,38 @@ fn levels(row_parameters: &[usize], parameters: usize, fan_in: usize) -> Vec<(Ve
     }
 }
 
+/// Flags for every parameter, by which a rank rejects it in a step.
+pub struct Flags {
+    /// 1 for parameters whose gradients this rank rejects.
+    pub rejected: Tensor<1>,
+    /// 1 for parameters without a gradient on any rank.
+    pub absent: Tensor<1>,
+}
+
+impl Flags {
+    /// The flags before any gradient is looked at, where the `present` parameters have one on any
+    /// rank.
+    pub fn new(present: &[bool], device: &Device) -> Self {
+        let absent: Vec<f32> = present.iter().map(|has| f32::from(u8::from(!has))).collect();
+        Self {
+            rejected: slices::zeros(present.len(), DType::F32, device),
+            absent: Tensor::from_data(TensorData::from(&*absent), (device, DType::F32)),
+        }
+    }
+
+    /// Adds the flags that a check of gradients returns, from those so far.
+    pub fn reject(&mut self, check: impl FnOnce(Tensor<1>) -> Tensor<1>) {
+        // Moved out: with a second reference, the flags would be copied before they are written.
+        let empty = slices::empty(DType::F32, &self.absent.device());
+        self.rejected = check(std::mem::replace(&mut self.rejected, empty));
+    }
+
+    /// The decision of a rank that asks no other: 1 for parameters that stay as they are.
+    pub fn decided_alone(&self) -> Tensor<1> {
+        self.rejected.clone().max_pair(self.absent.clone())
+    }
+}
+
 /// The device's decisions about every parameter in a step.
 pub struct Acceptance {
     /// 1 where a parameter stays as it is, else 0.
@@ -104,7 +136,6 @@ impl Acceptance {
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::DType;
     use proptest::prelude::*;
 
     use super::*;

@@ -57,7 +57,7 @@ impl DistModuleOptimizer {
         let world = self.divided.world.clone();
         self.divided.passes.begin_step(world.rank())?;
         // Counted on every call, also in a world of one: the condition that counts comes first.
-        let is_checked = self.checks.is_due() && world.size() > 1;
+        let is_checked = self.checks.drift.is_due() && world.size() > 1;
         // Before the parameters leave the model: the checksums are of the values between two steps.
         // They are only compared once the ranks know that they take the same step.
         let common = is_checked
@@ -70,7 +70,7 @@ impl DistModuleOptimizer {
         self.accounts.count_absent(&inputs.present, &self.divided)?;
 
         self.accounting.begin(&self.divided);
-        let audit = self.audits.begin(&self.divided, &self.shards);
+        let audit = self.checks.audits.begin(&self.divided, &self.shards);
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
         // The parts of the optimizer are borrowed one by one: what a step reads and what it changes
@@ -82,7 +82,7 @@ impl DistModuleOptimizer {
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
-        self.audits.end(shards);
+        self.checks.audits.end(shards);
         // A step that loss scaling skips is not a step of the schedules, and has no norms.
         if is_taken {
             self.accounting.end(&inputs.present, divided)?;
@@ -143,7 +143,7 @@ impl DistModuleOptimizer {
         if traffic.reduces(&divided.world) {
             // Averaged gradients are the same everywhere by definition, and there is nothing to be
             // found.
-            self.compared.compare(&detached.gradients, divided)?;
+            self.checks.gradients.compare(&detached.gradients, divided)?;
         }
         let calls = [self.observing.requested, self.accounting.requested, head_clip.is_some()];
         let calls = StepCalls::new(&lrs, &divided.times(), calls, self.running);
@@ -207,7 +207,7 @@ fn decide(
     } else {
         // One owner has each of these parameters, so its own flags are the decision. No message is
         // sent.
-        (step.flags.clone().max_pair(step.absent.clone()), None)
+        (step.flags.decided_alone(), None)
     };
     // Read by the host before the updates are queued, and only where a user's optimizer needs it.
     let is_read = stage.buckets.iter().any(|bucket| step.shards[*bucket].reads_decisions());
@@ -225,8 +225,8 @@ fn agree_on_rejected(
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
     // Two counts in one message: a small all-reduce costs its latency and not its bytes.
-    let sums =
-        Tensor::cat(vec![step.flags.clone(), accounts.matrices.sum(accounts.diverged.clone())], 0);
+    let diverged = accounts.matrices.sum(accounts.diverged.clone());
+    let sums = Tensor::cat(vec![step.flags.rejected.clone(), diverged], 0);
     let sums = step.divided.world.comm().all_reduce(sums, ReduceOp::Sum)?;
     // The results of earlier calls come first.
     step.land_all()?;
@@ -238,7 +238,7 @@ fn agree_on_rejected(
     let diverged = slices::slice(&sums, parameters..2 * parameters);
     // Read by the host, and only with loss scaling: everything else is decided on the device.
     let overflowed = scaling.overflows(&rejected);
-    let acceptance = Acceptance::new(rejected, diverged, step.absent.clone());
+    let acceptance = Acceptance::new(rejected, diverged, step.flags.absent.clone());
     let mask = |others: Option<&Tensor<1>>| {
         let rejected = acceptance.rejected.clone();
         FiniteMask::from_rows(others.map_or(rejected.clone(), |o| rejected.max_pair(o.clone())))

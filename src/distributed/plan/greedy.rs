@@ -95,7 +95,7 @@ fn improve_by_exchanges(classes: &[Class], mut assignment: Assignment) -> Assign
 
 /// A matrix that moves from one rank to another, with or without a matrix in return.
 #[derive(Clone, Copy)]
-struct Exchange {
+struct MatrixExchange {
     giver: usize,
     receiver: usize,
     /// The class of the matrix that the giver gives.
@@ -109,7 +109,7 @@ fn exchanges(
     classes: &[Class],
     assignment: &Assignment,
     giver: usize,
-) -> impl Iterator<Item = Exchange> {
+) -> impl Iterator<Item = MatrixExchange> {
     let owned =
         move |rank: usize| (0..classes.len()).filter(move |&class| assignment[rank][class] > 0);
     owned(giver).flat_map(move |given_class| {
@@ -119,7 +119,7 @@ fn exchanges(
             // The same class back would change nothing.
             let others = owned(receiver)
                 .filter(move |&class| class != given_class && classes[class].allows(giver));
-            iter::once(None).chain(others.map(Some)).map(move |returned_class| Exchange {
+            iter::once(None).chain(others.map(Some)).map(move |returned_class| MatrixExchange {
                 giver,
                 receiver,
                 given_class,
@@ -129,7 +129,7 @@ fn exchanges(
     })
 }
 
-impl Exchange {
+impl MatrixExchange {
     /// The larger load of both ranks after the exchange.
     fn larger_load(self, classes: &[Class], assignment: &Assignment, loads: &[f64]) -> f64 {
         let Self { giver, receiver, given_class, returned_class } = self;

@@ -8,7 +8,7 @@ use crate::comm::received;
 use crate::distributed::layout::{Message, PassParameter, Passes};
 
 /// Gradients of one type on their way to their owners, in one message.
-struct Flight<'a> {
+struct GradientMessage<'a> {
     parameters: Vec<&'a PassParameter>,
     /// Bytes of the message.
     message: usize,
@@ -21,7 +21,7 @@ pub struct PassMemory<'a> {
     /// Gradients that wait for others of their kind, and their bytes.
     buckets: Vec<Vec<&'a PassParameter>>,
     waiting: usize,
-    flights: VecDeque<Flight<'a>>,
+    flights: VecDeque<GradientMessage<'a>>,
     messages: usize,
     means: usize,
     /// The most of shards, of messages with gradients that wait, and of both.
@@ -95,7 +95,7 @@ impl<'a> PassMemory<'a> {
             let message = sent + received(&totals, parameters[0].part_index()) * bytes;
             self.messages += message;
             self.observe(0);
-            let flight = Flight { parameters, message, among_replicas: false };
+            let flight = GradientMessage { parameters, message, among_replicas: false };
             match totals.len() {
                 // Nothing to send: the sum among replicas is the only one.
                 1 => self.arrive(flight),
@@ -109,8 +109,8 @@ impl<'a> PassMemory<'a> {
         self.arrive(flight);
     }
 
-    fn arrive(&mut self, flight: Flight<'a>) {
-        let Flight { parameters, message, among_replicas } = flight;
+    fn arrive(&mut self, flight: GradientMessage<'a>) {
+        let GradientMessage { parameters, message, among_replicas } = flight;
         self.messages -= message;
         let wide = precise_dtype(parameters[0].dtype).size();
         let sum = |count: fn(&PassParameter) -> usize| -> usize {
@@ -122,7 +122,7 @@ impl<'a> PassMemory<'a> {
             let received = received(&totals, parameters[0].shard_index());
             let message = (sum(PassParameter::part_count) + received) * wide;
             self.messages += message;
-            self.flights.push_back(Flight { parameters, message, among_replicas: true });
+            self.flights.push_back(GradientMessage { parameters, message, among_replicas: true });
         } else {
             self.means += sum(PassParameter::shard_count) * wide;
         }

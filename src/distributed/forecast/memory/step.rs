@@ -36,7 +36,7 @@ struct SliceBytes {
 }
 
 /// A message that was sent and not waited for.
-enum Flight {
+enum StepMessage {
     Reduction(usize),
     Assembly(usize),
     Values(usize),
@@ -55,7 +55,7 @@ pub struct StepMemory<'a> {
     gradients: usize,
     shards: usize,
     messages: usize,
-    flights: VecDeque<Flight>,
+    flights: VecDeque<StepMessage>,
     started: usize,
     is_reduced: Vec<bool>,
     has_values: Vec<bool>,
@@ -121,21 +121,22 @@ impl<'a> StepMemory<'a> {
         self.peaks
     }
 
-    fn in_flight(&self, counts: fn(&Flight) -> bool) -> usize {
+    fn in_flight(&self, counts: fn(&StepMessage) -> bool) -> usize {
         self.flights.iter().filter(|flight| counts(flight)).count()
     }
 
     /// Starts reductions, and waits for one.
     fn reduce(&mut self, bucket: usize, order: &[(usize, bool)]) {
-        let is_reduction =
-            |flight: &Flight| matches!(flight, Flight::Reduction(_) | Flight::Assembly(_));
+        let is_reduction = |flight: &StepMessage| {
+            matches!(flight, StepMessage::Reduction(_) | StepMessage::Assembly(_))
+        };
         while self.in_flight(is_reduction) < self.rank.config.in_flight
             && self.started < order.len()
         {
             let (next, exchanges) = order[self.started];
             // Packed and dropped: from here on the message has them.
             self.gradients -= self.buckets[next].gradients;
-            self.send(self.buckets[next].reduction, Flight::Reduction(next));
+            self.send(self.buckets[next].reduction, StepMessage::Reduction(next));
             if !exchanges {
                 self.assemble_values(next);
             }
@@ -146,7 +147,7 @@ impl<'a> StepMemory<'a> {
         }
     }
 
-    fn send(&mut self, bytes: usize, flight: Flight) {
+    fn send(&mut self, bytes: usize, flight: StepMessage) {
         self.messages += bytes;
         self.flights.push_back(flight);
         self.observe();
@@ -155,7 +156,7 @@ impl<'a> StepMemory<'a> {
     fn assemble_values(&mut self, bucket: usize) {
         let values = self.buckets[bucket].slices.as_ref().and_then(|slices| slices.values);
         if let Some(bytes) = values {
-            self.send(bytes, Flight::Values(bucket));
+            self.send(bytes, StepMessage::Values(bucket));
         }
     }
 
@@ -168,27 +169,27 @@ impl<'a> StepMemory<'a> {
     fn land(&mut self) {
         let flight = self.flights.pop_front().expect("a message was sent");
         match flight {
-            Flight::Reduction(bucket) => {
+            StepMessage::Reduction(bucket) => {
                 self.messages -= self.buckets[bucket].reduction;
                 match &self.buckets[bucket].slices {
-                    Some(slices) => self.send(slices.gradients, Flight::Assembly(bucket)),
+                    Some(slices) => self.send(slices.gradients, StepMessage::Assembly(bucket)),
                     None => self.keep_reduced(bucket),
                 }
             }
-            Flight::Assembly(bucket) => {
+            StepMessage::Assembly(bucket) => {
                 self.messages -= self.slices(bucket).gradients;
                 self.keep_reduced(bucket);
             }
-            Flight::Values(bucket) => {
+            StepMessage::Values(bucket) => {
                 self.messages -= self.slices(bucket).values.unwrap_or_default();
                 self.shards += self.buckets[bucket].values;
                 self.has_values[bucket] = true;
             }
-            Flight::Distribution(bucket) => {
+            StepMessage::Distribution(bucket) => {
                 self.messages -= self.slices(bucket).distribution;
                 self.gather(bucket);
             }
-            Flight::Gathering(bucket) => {
+            StepMessage::Gathering(bucket) => {
                 self.observe();
                 // After `observe`: the buffer and the new values are both there for a moment.
                 self.messages -= self.gathering(bucket)[0];
@@ -211,8 +212,9 @@ impl<'a> StepMemory<'a> {
     }
 
     fn update(&mut self, bucket: usize) {
-        let is_gathering =
-            |flight: &Flight| matches!(flight, Flight::Distribution(_) | Flight::Gathering(_));
+        let is_gathering = |flight: &StepMessage| {
+            matches!(flight, StepMessage::Distribution(_) | StepMessage::Gathering(_))
+        };
         self.shards -= self.buckets[bucket].reduced;
         match &self.buckets[bucket].slices {
             Some(SliceBytes { values, distribution, .. }) => {
@@ -221,7 +223,7 @@ impl<'a> StepMemory<'a> {
                     self.land();
                 }
                 self.shards -= if waits { self.buckets[bucket].values } else { 0 };
-                self.send(distribution, Flight::Distribution(bucket));
+                self.send(distribution, StepMessage::Distribution(bucket));
             }
             None => self.gather(bucket),
         }
@@ -233,7 +235,7 @@ impl<'a> StepMemory<'a> {
     fn gather(&mut self, bucket: usize) {
         let Some([message, share]) = self.buckets[bucket].gathering else { return self.observe() };
         match self.rank.config.publish {
-            Publish::Now => self.send(message, Flight::Gathering(bucket)),
+            Publish::Now => self.send(message, StepMessage::Gathering(bucket)),
             Publish::AtFirstUse => {
                 self.parameters -= self.buckets[bucket].held;
                 self.shards += share;

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::slices;
 
 /// A part to be gathered, and its values: `None` if they have no identity before their first use.
-type Part = (Option<Values>, Tensor<1>);
+type LastPart = (Option<Values>, Tensor<1>);
 
 /// The kind of a pass, of which the parts are known that were used last.
 #[derive(Clone, Copy, PartialEq)]
@@ -134,7 +134,7 @@ impl Passes {
     }
 
     /// Starts to gather parameters in one message.
-    fn start_gathering(&self, state: &mut PassState, parts: Vec<(usize, Part)>) -> Result<()> {
+    fn start_gathering(&self, state: &mut PassState, parts: Vec<(usize, LastPart)>) -> Result<()> {
         let indices: Vec<usize> = parts.iter().map(|(index, _)| *index).collect();
         let first = &self.parameters[indices[0]];
         let message = self.message(&indices, PassParameter::part_counts);
@@ -221,7 +221,7 @@ impl Passes {
         state: &mut PassState,
         index: usize,
         purpose: Purpose,
-    ) -> Result<Option<Part>> {
+    ) -> Result<Option<LastPart>> {
         if purpose == Purpose::Training {
             self.land_publication(state, &self.parameters[index])?;
         }

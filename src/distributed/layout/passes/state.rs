@@ -10,7 +10,7 @@ use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Version;
 use crate::distributed::layout::pass_calls::Events;
-use crate::distributed::layout::predicted_uses::{Order, Successors};
+use crate::distributed::layout::predicted_uses::{Successors, UseOrder};
 use crate::error::Error;
 use crate::slices::bytes;
 
@@ -140,9 +140,9 @@ pub struct HeldBytes {
 /// The uses that are expected next, as the pass before had them.
 #[derive(Debug, Default)]
 pub struct UseOrders {
-    pub forward: Order,
+    pub forward: UseOrder,
     /// The parameters that are gathered again in the backward pass.
-    pub backward: Order,
+    pub backward: UseOrder,
     /// The parameters that are used without gradients.
     pub evaluation: Successors,
 }

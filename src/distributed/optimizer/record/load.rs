@@ -76,8 +76,8 @@ impl DistModuleOptimizer {
     ///
     /// [`Error::Checkpoint`] if a state can't be read.
     fn fill(&mut self, states: &States, unused: &BTreeSet<String>) -> Result<()> {
-        let Self { divided, shards, accounts, scaling, audits, .. } = self;
-        audits.forget();
+        let Self { divided, shards, accounts, scaling, checks, .. } = self;
+        checks.audits.forget();
         fill_shards(shards, divided, states, unused)?;
         fill_own(shards, divided, states, unused)?;
         accounts.counters = saved_counters(divided, states, unused)?;
