@@ -13,8 +13,8 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     Decision, ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Reserved, Rule,
-    SKIPPED, SkippedSteps, Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate,
-    of_another, with_rank,
+    SKIPPED, SkippedSteps, Slot, Slots, TIME, UpdateTensors, WholeParameter, WholeUpdate, clip,
+    ensure_rate, of_another, with_rank,
 };
 
 /// The optimizer of one parameter.
@@ -113,7 +113,7 @@ impl Whole {
         let flags = Tensor::zeros([1], (&device, DType::F32));
         let rejected = reject(self.policy, flags, &[flat(grad.clone())], &whole, f64::MAX);
         let grad = clip(self.clipping.as_ref(), grad);
-        let both = (flat(parameter), flat(grad));
+        let tensors = UpdateTensors { values: vec![flat(parameter)], gradients: vec![flat(grad)] };
         let parameter = WholeParameter {
             flag: 0,
             shape: &shape,
@@ -122,7 +122,7 @@ impl Whole {
             factors: None,
             decision: Decision { flag: rejected.clone(), read: None },
         };
-        let updated = self.update.step(both, parameter, (&mut slots, &mut own), None);
+        let updated = self.update.step(tensors, parameter, &mut slots, &mut own, None);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;
         }

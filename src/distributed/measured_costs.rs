@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 use crate::orthogonalize::NewtonSchulz;
 use crate::routing::Updates;
 use crate::slices;
-use crate::update::{Decision, ElementwiseUpdate, Origin, Slots, WholeParameter, WholeUpdate};
+use crate::update::{
+    Decision, ElementwiseUpdate, Origin, Slots, UpdateTensors, WholeParameter, WholeUpdate,
+};
 
 /// Repetitions of a measurement, of which the fastest counts.
 const REPETITIONS: usize = 3;
@@ -131,8 +133,9 @@ fn measure_whole(
             factors: None,
             decision: Decision { flag: slices::zeros(1, DType::F32, device), read: Some(false) },
         };
-        let tensors = (values.clone(), gradient.clone());
-        drop(update.step(tensors, parameter, (&mut slots, &mut own), None));
+        let tensors =
+            UpdateTensors { values: vec![values.clone()], gradients: vec![gradient.clone()] };
+        drop(update.step(tensors, parameter, &mut slots, &mut own, None));
         sync(device)?;
         Ok(start.elapsed().as_secs_f64())
     };

@@ -197,20 +197,19 @@ impl Muon {
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
-        let MuonState { mut slots, time, mut clocks, mut place } = state;
         if k * m * n == 0 {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
-            return Ok((parameter, MuonState { slots, time: time + 1, clocks, place }));
+            state.time += 1;
+            return Ok((parameter, state));
         }
         let table = self.slots(batch, dtype);
-        slots.complete(&table, batch, &shape, dtype, &device);
-        slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
+        state.slots.complete(&table, batch, &shape, dtype, &device);
+        state.slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have half precision where there is float32 now.
-        slots.convert(&table, dtype);
+        state.slots.convert(&table, dtype);
 
-        let state = (&mut slots, &mut clocks);
         let Updated { values, flags, iterations } =
-            self.updated(lr, time, batch, parameter, grad, state);
+            self.updated(lr, batch, parameter, grad, &mut state);
         if self.once {
             ensure_once(&self.parameter, None, k, iterations)?;
         }
@@ -222,19 +221,19 @@ impl Muon {
 
         // One count for the parameter: a skipped matrix of a stack counts.
         let skipped = if k > 1 { flags.max() } else { flags };
-        self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((values.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
+        self.skipped.count(&mut state.slots, &mut state.place, skipped)?;
+        state.time += 1;
+        Ok((values.reshape(shape), state))
     }
 
     /// A step of a parameter, whose state advances.
     fn updated<const D: usize>(
         &self,
         lr: LearningRate,
-        time: usize,
         [k, m, n]: [usize; 3],
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        state: (&mut Slots, &mut Clocks),
+        MuonState { slots, time, clocks, .. }: &mut MuonState<D>,
     ) -> Updated {
         let update = &self.update;
         // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
@@ -252,7 +251,7 @@ impl Muon {
             parameters: &[MuonParameter {
                 flag: 0,
                 is_present: true,
-                origin: Origin { parameter: &self.parameter, element: 0, step: time },
+                origin: Origin { parameter: &self.parameter, element: 0, step: *time },
                 lr,
                 factors: None,
             }],
@@ -264,7 +263,7 @@ impl Muon {
         };
         let (values, gradients) = (vec![parameter.reshape([-1])], vec![grad.reshape([-1])]);
         let tensors = UpdateTensors { values, gradients };
-        let (mut updated, flags) = update.step(&batch, tensors, state, flags, None);
+        let (mut updated, flags) = update.step(&batch, tensors, slots, clocks, flags, None);
         Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
     }
 }

@@ -6,7 +6,8 @@ use burn::optim::{DynState, LearningRate, StateSink, StateSource, join_path};
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
-use super::layer::{Decision, WholeOptimizer, with_rank};
+use super::UpdateTensors;
+use super::layer::{Decision, WholeOptimizer, WholeTensors, with_rank};
 use super::ledger::{Ledger, UpdatedBy};
 use super::muon::scaled_by;
 use super::precision::Precision;
@@ -54,21 +55,22 @@ impl WholeUpdate {
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradient): (Tensor<1>, Tensor<1>),
+        UpdateTensors { values, mut gradients }: UpdateTensors,
         WholeParameter { flag, shape, lr, origin, factors, decision }: WholeParameter<'_>,
-        (slots, own): (&mut Slots, &mut Option<DynState>),
+        slots: &mut Slots,
+        own: &mut Option<DynState>,
         observations: Option<&mut Observations>,
     ) -> Tensor<1> {
-        let (dtype, elements) = (values.dtype(), values.dims()[0]);
-        let values = self.precision.widen(vec![values], &[0], slots).swap_remove(0);
+        let (dtype, elements) = (values[0].dtype(), values[0].dims()[0]);
+        let values = self.precision.widen(values, &[0], slots).swap_remove(0);
         let old = observations.is_some().then(|| values.clone());
         // In float32, whatever the parameter: optimizers of Burn compute in the type that they are
         // given.
-        let tensors = [values, gradient.cast(precise_dtype(dtype))];
-        let tensors = tensors.map(|tensor| shaped(tensor, shape));
+        let gradient = gradients.swap_remove(0).cast(precise_dtype(dtype));
+        let tensors =
+            WholeTensors { values: shaped(values, shape), gradient: shaped(gradient, shape) };
         // Moved, so that the optimizer may write into its state.
-        let (updated, state) =
-            self.optimizer.step((shape.len(), lr), tensors, own.take(), decision);
+        let (updated, state) = self.optimizer.step(shape.len(), lr, tensors, own.take(), decision);
         *own = state;
         if let Some(entries) = &mut *self.ledger.entries() {
             entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));

@@ -304,8 +304,9 @@ impl ElementwiseUpdate {
             }
             ElementwiseRule::Lion(step) => {
                 let momentum = take(state, MOMENTUM);
-                let by = (controls.rejected, controls.factor);
-                let (updated, momentum) = lion(step, values, gradients, momentum, by, rows);
+                let AdamWControls { rejected, factor, .. } = *controls;
+                let (updated, momentum) =
+                    lion(step, values, gradients, momentum, rejected, factor, rows);
                 state.put(MOMENTUM, momentum.cast(stored));
                 updated
             }

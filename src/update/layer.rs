@@ -208,24 +208,30 @@ impl WholeOptimizer {
     /// The values and the state after a step, or those before it if it is rejected.
     pub fn step(
         &self,
-        (rank, lr): (usize, LearningRate),
-        [values, gradient]: [BridgeTensor; 2],
+        rank: usize,
+        lr: LearningRate,
+        tensors: WholeTensors,
         state: Option<DynState>,
         Decision { flag, read }: Decision,
     ) -> (BridgeTensor, Option<DynState>) {
         match self {
             Self::Any(optimizer) => match read.unwrap_or_else(|| flag.into_scalar::<f32>() > 0.0) {
-                true => (values, state),
-                false => optimizer.step_dyn(rank, lr, values, gradient, state),
+                true => (tensors.values, state),
+                false => optimizer.step_dyn(rank, lr, tensors.values, tensors.gradient, state),
             },
             Self::Layer(optimizer) => {
                 let rejected = Rejected(flag.greater_elem(0.0));
-                let both = [values, gradient];
-                let (values, state) = optimizer.step_unless(&rejected, (rank, lr), both, state);
+                let (values, state) = optimizer.step_unless(&rejected, rank, lr, tensors, state);
                 (values, Some(state))
             }
         }
     }
+}
+
+/// A parameter and its gradient in a step of a user's optimizer.
+pub(crate) struct WholeTensors {
+    pub values: BridgeTensor,
+    pub gradient: BridgeTensor,
 }
 
 /// A [`LayerOptimizer`] for parameters of any number of dimensions.
@@ -236,8 +242,9 @@ pub(crate) trait DynLayerOptimizer: DynOptimizer {
     fn step_unless(
         &self,
         rejected: &Rejected,
-        size: (usize, LearningRate),
-        values_and_gradient: [BridgeTensor; 2],
+        rank: usize,
+        lr: LearningRate,
+        tensors: WholeTensors,
         state: Option<DynState>,
     ) -> (BridgeTensor, DynState);
 }
@@ -250,12 +257,14 @@ impl<O: LayerOptimizer> DynLayerOptimizer for O {
     fn step_unless(
         &self,
         rejected: &Rejected,
-        (rank, lr): (usize, LearningRate),
-        values_and_gradient: [BridgeTensor; 2],
+        rank: usize,
+        lr: LearningRate,
+        WholeTensors { values, gradient }: WholeTensors,
         state: Option<DynState>,
     ) -> (BridgeTensor, DynState) {
         with_rank!(rank, D => {
-            let [values, gradient] = values_and_gradient.map(Tensor::<D>::from_bridge);
+            let (values, gradient) =
+                (Tensor::<D>::from_bridge(values), Tensor::<D>::from_bridge(gradient));
             let old = match state {
                 Some(state) => state.downcast::<O::State<D>>(),
                 None => self.initial(&values),

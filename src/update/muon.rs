@@ -307,7 +307,8 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         lengths: &[usize],
-        (state, clocks): (&Slots, &mut Clocks),
+        state: &Slots,
+        clocks: &mut Clocks,
     ) -> Vec<Section> {
         let [m, n] = batch.matrices.shape;
         // After this many steps no schedule moves any more, and the counts on the device need not
@@ -334,7 +335,8 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         UpdateTensors { values, gradients }: UpdateTensors,
-        (state, clocks): (&mut Slots, &mut Clocks),
+        state: &mut Slots,
+        clocks: &mut Clocks,
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
@@ -342,7 +344,7 @@ impl MuonUpdate {
         // Master weights of a batch are one tensor: each parameter has its range of it.
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
-        let sections = self.sections(batch, &lengths(&values), (state, clocks));
+        let sections = self.sections(batch, &lengths(&values), state, clocks);
         let inputs = Inputs { batch, sections: &sections, values: Some(&values) };
         let Direction { direction, diverged, idle, errors, known } =
             self.direction(inputs, gradients, state, diverged, observations.is_some());
@@ -417,12 +419,13 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         gradients: Vec<Tensor<1>>,
-        (state, clocks): (&mut Slots, &mut Clocks),
+        state: &mut Slots,
+        clocks: &mut Clocks,
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
         assert!(self.separates(batch.is_stack, batch.dtype), "the step needs whole values");
         let lengths = lengths(&gradients);
-        let sections = self.sections(batch, &lengths, (state, clocks));
+        let sections = self.sections(batch, &lengths, state, clocks);
         let inputs = Inputs { batch, sections: &sections, values: None };
         let Direction { direction, diverged, idle, .. } =
             self.direction(inputs, gradients, state, diverged, false);

@@ -13,7 +13,8 @@ pub fn lion(
     parameters: Vec<Tensor<1>>,
     grads: Vec<Tensor<1>>,
     mut momentum: Tensor<1>,
-    (rejected, factor): (&Tensor<1>, Option<&Tensor<1>>),
+    rejected: &Tensor<1>,
+    factor: Option<&Tensor<1>>,
     rows: &[ElementwiseRows],
 ) -> (Vec<Tensor<1>>, Tensor<1>) {
     let mut updated = vec![];

@@ -204,7 +204,8 @@ impl Audit {
     /// [`Error::Audited`] on all ranks, unless failures are warnings; as every collective.
     pub fn compare(
         mut self,
-        (own, updated): (&Shard, &[Tensor<1>]),
+        own: &Shard,
+        updated: &[Tensor<1>],
         Again { decisions, values }: Again<'_>,
         divided: &DividedModel,
     ) -> Result<()> {
@@ -262,16 +263,17 @@ fn first_difference(
     // Only now: the list has several numbers for every matrix.
     let owned = world.broadcast_value(&owned.to_vec(), owner)?;
     let auditor = (owner + 1) % size;
-    let finding = (rank == auditor).then(|| finding(&owned, found, (owner, auditor), named));
+    let finding = (rank == auditor).then(|| finding(&owned, found, owner, world, named));
     world.broadcast_value(&finding, auditor)
 }
 
 /// The first difference between the checksums of an owner and those that its auditor has found,
-/// which are as many: the same states and values of the same shard.
+/// which are as many: the same states and values of the same shard. `auditor` makes this call.
 fn finding(
     owned: &[u64],
     found: &[(usize, &'static str, u64)],
-    (rank, auditor): (usize, usize),
+    owner: usize,
+    auditor: &World,
     named: impl Fn(usize) -> (String, usize),
 ) -> Finding {
     let differs: Vec<usize> =
@@ -286,7 +288,7 @@ fn finding(
         _ => format!("state `{part}`"),
     };
     let ((parameter, step), more) = (named(index), differs.len() - 1);
-    Finding { parameter, part, step, rank, auditor, more }
+    Finding { parameter, part, step, rank: owner, auditor: auditor.rank(), more }
 }
 
 impl From<Finding> for Error {

@@ -137,12 +137,12 @@ impl Shard {
                 // The flags of the matrices of all buckets are one tensor, so that one sum adds
                 // them up for all parameters.
                 let (first, muon) = (rank_matrices.len(), &updates.muon[settings]);
-                let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
+                let batches = batches(&runs, parameters, first, bucket.dtype, device, muon);
                 rank_matrices.extend(matrices(bucket, parameters, &range));
                 (Update::Muon(muon.clone()), batches)
             }
             BucketKind::Whole => {
-                let batches = whole_batches(&runs, parameters, (bucket.dtype, device), updates);
+                let batches = whole_batches(&runs, parameters, bucket.dtype, device, updates);
                 (Update::Whole(updates.rest[0].policy), batches)
             }
             BucketKind::Elements | BucketKind::Replicated => {
@@ -291,11 +291,15 @@ impl Shard {
             };
             let observations = observations.as_deref_mut();
             match update {
-                Update::Muon(muon) => {
-                    batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
-                        muon.step(batch, tensors, state, flags, observations)
-                    })
-                }
+                Update::Muon(muon) => batch.with_matrices(
+                    runs,
+                    dtype,
+                    decisions,
+                    diverged,
+                    |batch, state, clocks, flags| {
+                        muon.step(batch, tensors, state, clocks, flags, observations)
+                    },
+                ),
                 Update::Elementwise(rest) => {
                     batch.update_elements(rest, runs, tensors, decisions, observations)
                 }
@@ -332,8 +336,8 @@ impl Shard {
         let directions = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let gradients = gradients.drain(..runs.len()).collect();
-            batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
-                muon.directions(batch, gradients, state, flags)
+            batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, clocks, flags| {
+                muon.directions(batch, gradients, state, clocks, flags)
             })
         });
         directions.collect()
@@ -535,7 +539,8 @@ impl Batch {
         diverged: &mut Tensor<1>,
         update: impl FnOnce(
             &MuonBatch,
-            (&mut Slots, &mut Clocks),
+            &mut Slots,
+            &mut Clocks,
             Tensor<1>,
         ) -> (Vec<Tensor<1>>, Tensor<1>),
     ) -> Vec<Tensor<1>> {
@@ -564,7 +569,7 @@ impl Batch {
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
         let flags = core::mem::replace(diverged, empty);
-        let (tensors, flags) = update(&batch, (&mut self.state, &mut self.clocks), flags);
+        let (tensors, flags) = update(&batch, &mut self.state, &mut self.clocks, flags);
         *diverged = flags;
         tensors
     }
@@ -593,15 +598,15 @@ impl Batch {
     fn update_whole(
         &mut self,
         run: &ShardRun,
-        UpdateTensors { mut gradients, mut values }: UpdateTensors,
+        mut tensors: UpdateTensors,
         Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
-        let gradient = match controls.factor.clone() {
-            Some(factor) => scaled(gradient.cast(precise_dtype(value.dtype())), factor),
-            None => gradient,
-        };
+        if let Some(factor) = controls.factor.clone() {
+            let precise = precise_dtype(tensors.values[0].dtype());
+            let gradient = tensors.gradients.swap_remove(0);
+            tensors.gradients = vec![scaled(gradient.cast(precise), factor)];
+        }
         let flag = slices::slice(&controls.rejected, run.parameter..run.parameter + 1);
         let WholeRow { update, shape, own } = self.whole.as_mut().expect("a whole parameter");
         let parameter = WholeParameter {
@@ -612,7 +617,7 @@ impl Batch {
             factors: run.factors(inputs),
             decision: Decision { flag, read: controls.read.get(run.parameter).copied() },
         };
-        vec![update.step((value, gradient), parameter, (&mut self.state, own), observations)]
+        vec![update.step(tensors, parameter, &mut self.state, own, observations)]
     }
 }
 
@@ -620,7 +625,8 @@ impl Batch {
 fn whole_batches(
     runs: &[ShardRun],
     parameters: &[TrainableParameter],
-    (dtype, device): (DType, &Device),
+    dtype: DType,
+    device: &Device,
     updates: &Updates,
 ) -> Vec<Batch> {
     let batches = runs.iter().enumerate().map(|(index, run)| {
@@ -662,7 +668,8 @@ fn batches(
     runs: &[ShardRun],
     parameters: &[TrainableParameter],
     mut first: usize,
-    (dtype, device): (DType, &Device),
+    dtype: DType,
+    device: &Device,
     muon: &MuonUpdate,
 ) -> Vec<Batch> {
     let matrices = |run: &ShardRun| match parameters[run.parameter].kind {

@@ -249,7 +249,8 @@ impl<'a> StepInProgress<'a> {
         &mut self,
         bucket: usize,
         controls: &StepControls,
-        (values, updated): (Vec<Tensor<1>>, &[Tensor<1>]),
+        values: Vec<Tensor<1>>,
+        updated: &[Tensor<1>],
     ) -> Result<()> {
         let Some(mut audit) = self.audit.take_if(|audit| audit.bucket == bucket) else {
             return Ok(());
@@ -268,7 +269,7 @@ impl<'a> StepInProgress<'a> {
         let controls = StepControls { rejected, corrections, factor, read: vec![] };
         let decisions = Decisions { controls: &controls, inputs: &self.inputs };
         let again = Again { decisions, values };
-        audit.compare((&self.shards[bucket], updated), again, self.divided)
+        audit.compare(&self.shards[bucket], updated, again, self.divided)
     }
 
     /// Waits until the gradients of a bucket are reduced. The next buckets are in flight by then,
@@ -438,7 +439,7 @@ impl<'a> StepInProgress<'a> {
             let tensors = UpdateTensors { gradients, values };
             shard.update(tensors, decisions, diverged, observations)
         };
-        self.end_audit(bucket, controls, (audited, &updated))?;
+        self.end_audit(bucket, controls, audited, &updated)?;
         // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
         self.observe();
