@@ -5,6 +5,7 @@ use std::ops::Range;
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::{Device, Int, Tensor};
 use burn::train::metric::LossMetric;
 use burn::train::{
@@ -53,9 +54,26 @@ pub fn classified((logits, classes): (Tensor<2>, Tensor<1, Int>)) -> Classificat
     ClassificationOutput::new(loss, logits, classes)
 }
 
-/// Trains with batches of eight items, `batches` in a step. `configured` has what a program adds.
+/// Trains with batches of eight items, `batches` in a step, at the rates of the run. `configured` has
+/// what a program adds.
 pub fn train<M>(
     run: &Run,
+    model: M,
+    batches: usize,
+    configured: impl FnOnce(SupervisedTraining<M>) -> SupervisedTraining<M>,
+) -> M
+where
+    M: LearnerModel
+        + TrainStep<Input = Items, Output = ClassificationOutput>
+        + InferenceStep<Input = Items, Output = ClassificationOutput>,
+{
+    train_at(run, run.rates().into_lr_scheduler(), model, batches, configured)
+}
+
+/// [`train`] at the rates of a scheduler.
+pub fn train_at<M>(
+    run: &Run,
+    rates: impl Into<ModuleLrScheduler>,
     model: M,
     batches: usize,
     configured: impl FnOnce(SupervisedTraining<M>) -> SupervisedTraining<M>,
@@ -82,7 +100,7 @@ where
         false => training,
     };
     let optim = run.optimizer(&Settings::new(MuonConfig::new()), &model);
-    let learner = Learner::new(model, optim, run.rates().into_lr_scheduler());
+    let learner = Learner::new(model, optim, rates);
     let result = configured(training).launch(learner);
     assert!(result.error.is_none() && result.interrupted.is_none(), "{:?}", result.error);
     result.model

@@ -73,11 +73,22 @@ fn entries_without_losses() -> Vec<Entry> {
     vec![entry::<adapters::Quantized>()]
 }
 
+/// Programs with a `Learner`, whose losses are not compared.
+fn learners_without_losses() -> Vec<Entry> {
+    vec![
+        #[cfg(feature = "train")]
+        entry::<text::WithNoam>(),
+    ]
+}
+
+/// All programs that need no rule.
+fn entries_without_rules() -> Vec<Entry> {
+    [entries(), entries_without_losses(), learners_without_losses()].concat()
+}
+
 fn main() {
     if processes::is_child() {
-        return processes::run(
-            &[entries(), entries_without_losses(), entries_with_rules()].concat(),
-        );
+        return processes::run(&[entries_without_rules(), entries_with_rules()].concat());
     }
     let of_client = |(routed, client): (&str, Entry)| {
         let name = client.name;
@@ -108,7 +119,7 @@ fn main() {
         processes::a_run_without_gradients_is_reported();
         Ok(())
     });
-    let clients = [entries(), entries_without_losses()].concat().into_iter();
+    let clients = entries_without_rules().into_iter();
     let clients = clients.map(|client| ("without_a_rule", client));
     let with_rules = entries_with_rules().into_iter().map(|client| ("by_its_rule", client));
     let trials = clients.chain(with_rules).flat_map(of_client).chain(on_ranks);

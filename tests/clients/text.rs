@@ -1,5 +1,6 @@
 //! Text generation in a `Learner`, with accumulation and checkpoints.
 
+use burn::lr_scheduler::noam::NoamLrSchedulerConfig;
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 
@@ -43,5 +44,32 @@ impl Client for Generator {
 
     fn loss(model: &Self, items: Items) -> f32 {
         classified(model.logits(&items)).loss.into_scalar()
+    }
+}
+
+/// The same with the scheduler of its public program, which a checkpoint saves.
+pub struct WithNoam;
+
+impl Client for WithNoam {
+    type Model = Generator;
+
+    const NAME: &'static str = "text generation in a learner, Noam's rates";
+    const ROUTING: &'static str = Generator::ROUTING;
+
+    fn model(device: &Device) -> Generator {
+        Generator::model(device)
+    }
+
+    fn train(run: &Run, model: Generator) -> Generator {
+        let rates = NoamLrSchedulerConfig::new(run.rate)
+            .with_warmup_steps(run.total / 4)
+            .with_model_size(1)
+            .init()
+            .expect("the scheduler's settings are valid");
+        learner::train_at(run, rates, model, 2, |training| training)
+    }
+
+    fn loss(model: &Generator, items: Items) -> f32 {
+        Generator::loss(model, items)
     }
 }

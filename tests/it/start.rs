@@ -12,6 +12,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
 use distmuon::distributed::{Axis, GradDtype, Layout, LossScaleConfig, Mesh, Place};
 use distmuon::{DistMuonConfig, Error, Result, World};
+use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, weights};
 use distmuon_testing::panic_message;
 
@@ -141,6 +142,30 @@ fn gradients_of_burns_backward_pass_do_for_whole_parameters() {
         weights(&optim.step(1e-2, model, grads).unwrap())
     };
     assert_eq!(stepped(true), stepped(false));
+}
+
+/// Programs that keep their gradients in half precision, as accumulation on a small device does.
+#[test]
+fn gradients_in_half_precision_count_as_their_rounded_values_in_every_placement() {
+    let trained = |world: &World, layout: Layout, dtypes: &[DType]| {
+        let model = linear(world.device()).map(&mut Fixed::new(1));
+        let (model, mut optim) = DistMuonConfig::new().start(layout, model)?;
+        let x = Tensor::<2>::full([4, WIDTH], (1 + world.rank()) as f64, world.device());
+        let mut grads = optim.backward(&model.forward(x).square().mean(), &model)?;
+        let grad = grads.remove::<2>(model.weight.id).expect("the weight has a gradient");
+        grads.register(model.weight.id, dtypes.iter().fold(grad, |grad, to| grad.cast(*to)));
+        let model = optim.step(1e-2, model, grads)?;
+        Ok::<_, Error>(weights(&optim.layout().unshard(&model)?))
+    };
+    for half in [DType::F16, DType::BF16].into_iter().filter(|half| has_type((*half).into())) {
+        for (name, layout) in PLACEMENTS {
+            let [kept, widened, exact] = [&[half][..], &[half, DType::F32], &[]].map(|dtypes| {
+                World::launch(2, |world| trained(&world, layout(&world), dtypes)).unwrap()
+            });
+            assert_eq!(kept, widened, "{name}, {half:?}");
+            assert_ne!(kept, exact, "{name}, {half:?}");
+        }
+    }
 }
 
 #[test]

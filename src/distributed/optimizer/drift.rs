@@ -295,7 +295,7 @@ mod tests {
     #[test]
     fn a_check_is_due_after_every_so_many_steps() {
         let due = |every: usize| {
-            let mut checks = Checks::new(every);
+            let mut checks = DriftChecks::new(every);
             (1..=7).filter(|_| checks.is_due()).count()
         };
         assert_eq!([0, 1, 2, 3, 8].map(due), [0, 7, 3, 2, 0]);
