@@ -16,6 +16,24 @@ pub use crate::update::{IterationUsed, UpdatedBy};
 /// Prints as a table with a line for every group, and as `{:#}` with a line for every parameter.
 ///
 /// The updates write it where they run: it does not repeat the routing or the plan.
+///
+/// ```
+/// use distmuon::account::{Account, GroupAccount, IterationUsed, ParameterAccount, UpdatedBy};
+///
+/// fn log(account: &Account) {
+///     for GroupAccount { updated_by, share, .. } in account.groups() {
+///         println!("{updated_by}: {:.1} % of the elements", 100.0 * share);
+///     }
+///     for ParameterAccount { path, updated_by, iteration, .. } in &account.parameters {
+///         if *updated_by == UpdatedBy::NoGradient {
+///             println!("{path}: no gradient");
+///         }
+///         if let Some(IterationUsed { form, dtype, .. }) = iteration {
+///             println!("{path}: {form:?}, {dtype:?}");
+///         }
+///     }
+/// }
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Account {

@@ -30,12 +30,18 @@ use crate::replaced_file;
 /// use burn::nn::LinearConfig;
 /// use burn::tensor::Device;
 /// use distmuon::MuonConfig;
-/// use distmuon::certificate::Certificate;
+/// use distmuon::certificate::{Certificate, Link, Ranks};
 ///
 /// let model = LinearConfig::new(64, 256).init(&Device::default());
 /// let mut certificate = Certificate::new(&MuonConfig::new(), "tokens of 2026-11-27");
+/// certificate.computed_by("one rank");
 /// certificate.record(0, &model)?; // before the first step, and after every step
 /// println!("{}", certificate.chain());
+/// for Link { step, weights, .. } in certificate.links() {
+///     println!("{step}: {weights}");
+/// }
+/// let Ranks { after_step, description } = &certificate.ranks()[0];
+/// println!("{description}, after step {after_step}");
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,4 +1,14 @@
 //! The error type of the crate.
+//!
+//! ```
+//! use distmuon::MuonConfig;
+//! use distmuon::error::Error;
+//!
+//! match MuonConfig::new().with_lr_factor(-1.0).try_build() {
+//!     Err(Error::Setting { setting, .. }) => assert_eq!(setting, "lr_factor"),
+//!     _ => panic!("no run can use this factor"),
+//! }
+//! ```
 
 use std::fmt;
 use std::path::PathBuf;

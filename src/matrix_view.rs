@@ -18,6 +18,16 @@ pub enum MatrixLayout {
 }
 
 /// The view of a parameter as a batch of matrices.
+///
+/// ```
+/// use distmuon::MatrixView;
+///
+/// // Eight experts, and a convolution.
+/// assert_eq!(MatrixView::Batch.batch_shape("experts.up", &[8, 64, 256])?, [8, 64, 256]);
+/// assert_eq!(MatrixView::Flatten.batch_shape("conv.weight", &[64, 3, 7, 7])?, [1, 64, 147]);
+/// assert!(MatrixView::Single.batch_shape("experts.up", &[8, 64, 256]).is_err());
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum MatrixView {

@@ -22,6 +22,15 @@ pub enum KernelPolicy {
 }
 
 /// The implementation that computes a product or a step, chosen by policy, device and type.
+///
+/// ```
+/// use burn::tensor::{Device, FloatDType};
+/// use distmuon::{ComputePath, KernelPolicy};
+///
+/// let path = |policy| ComputePath::choose(policy, &Device::default(), FloatDType::F32);
+/// assert_eq!(path(KernelPolicy::Portable), ComputePath::Portable);
+/// println!("{:?}", path(KernelPolicy::Auto)); // `Flex` on Burn's Flex backend
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ComputePath {

@@ -117,6 +117,19 @@ impl ParameterEntry {
 
 /// An optimizer that [`save`] and [`load`] accept: Burn's [`ModuleOptimizer`], as made by
 /// [`MuonConfig`](crate::MuonConfig), and [`DistModuleOptimizer`](crate::DistModuleOptimizer).
+///
+/// ```
+/// use burn::module::Module;
+/// use distmuon::checkpoint::{self, Checkpointed};
+///
+/// // For a training loop with either optimizer.
+/// fn save<M: Module, O: Checkpointed>(model: &M, optim: &O, step: usize) -> distmuon::Result<()> {
+///     match step % 100 {
+///         0 => checkpoint::save("run.bpk", model, optim, &step),
+///         _ => Ok(()),
+///     }
+/// }
+/// ```
 pub trait Checkpointed: Sized {
     /// Saves a run with this optimizer; see [`Saver::save`].
     ///
@@ -208,7 +221,8 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
 ///
 /// ```
 /// use burn::{nn::LinearConfig, tensor::Device};
-/// use distmuon::{MuonConfig, RoutingRule, checkpoint};
+/// use distmuon::checkpoint::{self, Difference, DifferenceKind};
+/// use distmuon::{MuonConfig, RoutingRule};
 ///
 /// # let folder = tempfile::tempdir().unwrap();
 /// # let path = folder.path().join("run.bpk");
@@ -222,6 +236,9 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
 /// for difference in &differences {
 ///     println!("starts anew: {difference}");
 /// }
+/// // The model is the saved one.
+/// let is_of_weights = |each: &Difference| each.kind == DifferenceKind::Weights;
+/// assert!(!differences.iter().any(is_of_weights));
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 ///

@@ -56,6 +56,7 @@ pub use counts::PairCounts;
 pub(crate) use counts::received;
 #[doc(hidden)] // for engines of tests
 pub use engine::Engine;
+#[doc(hidden)] // `World::by_node` makes it
 pub use hierarchy::Hierarchy;
 pub use launch::Launch;
 #[cfg(feature = "mpi")]

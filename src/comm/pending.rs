@@ -8,6 +8,20 @@ use crate::error::Result;
 use crate::slices;
 
 /// The result of a collective that was started, to be waited for.
+///
+/// ```
+/// use burn::tensor::Tensor;
+/// use distmuon::comm::{Pending, ReduceOp, World};
+///
+/// World::launch(2, |world| {
+///     let ones = Tensor::<1>::ones([4], &world.device().clone().inner());
+///     let sum: Pending = world.comm().all_reduce(ones, ReduceOp::Sum)?;
+///     // Here the rank does other work, while an engine may already send.
+///     assert_eq!(sum.wait()?.into_data().to_vec::<f32>().unwrap(), [2.0; 4]);
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[must_use = "a collective is finished by waiting for it"]
 pub struct Pending {
     bytes: usize,

@@ -6,6 +6,24 @@ use super::World;
 use crate::error::{Error, Result};
 
 /// The batches of a rank for the steps of all ranks, from [`World::join`].
+///
+/// ```
+/// use distmuon::comm::{Join, Joined, World};
+///
+/// /// The number of batches of this rank that count.
+/// fn count(mut batches: Join<impl Iterator<Item = usize>>) -> distmuon::Result<usize> {
+///     let mut count = 0;
+///     while let Some(batch) = batches.next_batch()? {
+///         count += usize::from(matches!(batch, Joined::Own(_)));
+///     }
+///     Ok(count)
+/// }
+///
+/// let counts =
+///     World::threads(World::devices(2), |world| count(world.join(0..3 + world.rank())))?;
+/// assert_eq!(counts, [3, 4]); // both ranks took four steps
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Join<I: Iterator> {
     world: World,

@@ -376,10 +376,25 @@ impl World {
         self.by_node(&gethostname::gethostname().to_string_lossy())
     }
 
-    /// Returns the same ranks grouped in nodes: the ranks that give the same name are a node. Sums
-    /// of gradients are taken inside a node before they are taken between nodes; see [`Hierarchy`].
-    /// The call has no effect with one node, with nodes of one rank, or with nodes of different
-    /// sizes. All ranks make this call.
+    /// Returns the same ranks grouped in nodes: the ranks that give the same name are a node. The
+    /// call has no effect with one node, with nodes of one rank, or with nodes of different sizes.
+    /// All ranks make this call.
+    ///
+    /// Sums of gradients are taken inside a node before they are taken between nodes. Of a buffer
+    /// of `B` bytes on `n` nodes of `d` ranks, a rank sends `(n - 1) / (n d) B` between nodes,
+    /// instead of `(n - 1) / n B` without nodes.
+    ///
+    /// ```
+    /// use distmuon::World;
+    ///
+    /// World::launch(4, |world| {
+    ///     let node = format!("node {}", world.rank() / 2);
+    ///     let world = world.by_node(&node)?;
+    ///     assert_eq!(world.comm().nodes(), [[0, 1], [2, 3]]);
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
     ///
     /// # Errors
     ///

@@ -79,6 +79,18 @@ pub(crate) use optimizer::Whole;
 /// was read from a file needs the optimizers again, by
 /// [`MuonConfig::with_optimizer`](crate::MuonConfig::with_optimizer). All ranks have to give
 /// optimizers with equal settings, which is not checked.
+///
+/// ```
+/// use burn::optim::AdafactorConfig;
+/// use distmuon::{CustomOptimizers, MuonConfig, RoutingRule};
+///
+/// // The optimizers of a program, also for configurations that it reads from files.
+/// let known = CustomOptimizers::new().with("adafactor", AdafactorConfig::new().build());
+/// assert!(known.names().eq(["adafactor"]));
+/// let config = MuonConfig::new()
+///     .with_rule(RoutingRule::custom("^tokens", "adafactor"))
+///     .with_optimizers(known);
+/// ```
 #[derive(Clone, Default, Serialize, Deserialize)]
 #[serde(from = "Vec<String>", into = "Vec<String>")]
 pub struct CustomOptimizers(BTreeMap<String, Option<WholeOptimizer>>);

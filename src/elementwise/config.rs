@@ -10,6 +10,21 @@ use crate::update::{ElementwiseRule, ElementwiseUpdate, Ledger, Precision};
 
 /// The optimizer of everything that is not a hidden matrix, which updates parameters element by
 /// element. Configurations convert, as in `.with_rest(LionConfig::new().into())`.
+///
+/// ```
+/// use distmuon::{AdamWConfig, ElementwiseConfig, LionConfig, MuonConfig};
+///
+/// /// Vectors at half the rate with AdamW, and at a tenth of it with Lion.
+/// fn rest(lion: bool) -> ElementwiseConfig {
+///     match lion {
+///         true => LionConfig::new().with_vector_lr(0.1).into(),
+///         false => AdamWConfig::new().with_vector_lr(0.5).into(),
+///     }
+/// }
+///
+/// let config = MuonConfig::new().with_rest(rest(true));
+/// assert!(matches!(config.rest, ElementwiseConfig::Lion(_)));
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ElementwiseConfig {

@@ -11,9 +11,10 @@
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
-//! use distmuon::link::Link;
+//! use distmuon::link::{Link, supports};
 //!
 //! let device = Device::default().autodiff();
+//! assert!(supports(&device)); // not every backend has links
 //! let input = Tensor::<2>::from_floats([[1.0, 2.0]], &device).require_grad();
 //! let tripled = input.clone().without_autodiff() * 3.0; // by any means
 //! let output = Link::new(|gradient| gradient * 3.0).attach(input.clone(), tripled);

@@ -12,6 +12,17 @@ const LARGEST_WORKSPACE: usize = 3;
 
 /// The decisions about the orthogonalisation of matrices of a shape, from
 /// [`NewtonSchulz::explain`](super::NewtonSchulz::explain).
+///
+/// ```
+/// use burn::tensor::{DType, Device};
+/// use distmuon::{IterationForm, IterationPlan, NewtonSchulzConfig};
+///
+/// let iteration = NewtonSchulzConfig::new().with_form(IterationForm::Standard).init()?;
+/// let plan: IterationPlan = iteration.explain_shape([768, 3072], DType::F32, &Device::default());
+/// assert_eq!(plan.form, IterationForm::Standard); // `Auto` chooses by the operations
+/// println!("{:?}, {}: {:.2e} operations", plan.dtype, plan.kernel, plan.operations);
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct IterationPlan {

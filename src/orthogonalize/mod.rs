@@ -12,7 +12,7 @@
 //! Both run on the smaller side of the matrix, and all products of polynomials of one symmetric
 //! matrix go through one operation that computes a single triangle.
 
-pub mod coefficients;
+mod coefficients;
 mod config;
 #[doc(hidden)] // for the bench `gpu`
 pub mod cost;

@@ -55,6 +55,16 @@ type Key = (Vec<[u64; 3]>, Normalization, FloatDType);
 /// more than one restart for every two steps; the standard form has to be used then.
 ///
 /// A schedule is searched for once in a process: every optimizer and every rank asks for it again.
+///
+/// ```
+/// use burn::tensor::FloatDType;
+/// use distmuon::orthogonalize::{Coefficients, Normalization, Polynomial, restarts};
+///
+/// let schedule: Vec<Polynomial> = Coefficients::KellerJordan.schedule(5)?;
+/// let before = restarts::choose(&schedule, Normalization::Frobenius, FloatDType::F16);
+/// assert_eq!(before, Some(vec![3])); // one restart, before the fourth of the five steps
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 pub fn choose(
     schedule: &[Polynomial],
     normalization: Normalization,

@@ -13,6 +13,24 @@ use crate::slices;
 
 /// The factors by which a step of QK-clip scales projections, from [`QkClip::factors`] or
 /// [`QkClip::factors_on`].
+///
+/// ```
+/// use burn::nn::attention::MultiHeadAttentionConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::qk_clip::Factors;
+/// use distmuon::{MaxLogits, QkClipConfig, QkClipRule};
+///
+/// let device = Device::default();
+/// let model = MultiHeadAttentionConfig::new(16, 4).init(&device.clone().autodiff());
+/// let clip = QkClipConfig::new().with_rule(QkClipRule::multi_head("^$", 4)).init(&model)?;
+/// let mut logits = MaxLogits::new();
+/// logits.report("", Tensor::<1>::from_floats([400.0, 80.0, 90.0, 100.0], &device));
+/// let factors: Factors = clip.factors(&logits)?;
+/// let query = factors.of("query.weight").expect("a projection").into_data().to_vec::<f32>();
+/// assert!((query.unwrap()[0] - 0.5).abs() < 1e-5); // the root of 100 / 400
+/// let model = factors.apply(model)?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Factors<'a> {
     clip: &'a QkClip,

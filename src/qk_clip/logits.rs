@@ -65,6 +65,18 @@ pub(super) fn largest(reports: &[Tensor<1>]) -> Tensor<1> {
 }
 
 /// The heads that a step of QK-clip has clipped. They stay on the device until they are read.
+///
+/// ```
+/// use distmuon::ClippedHeads;
+/// use distmuon::qk_clip::ClippedAttention;
+///
+/// /// Logs what `QkClip::apply` has returned with the model.
+/// fn log(heads: &ClippedHeads) {
+///     for ClippedAttention { path, max_logit, clipped, .. } in heads.read() {
+///         println!("{path}: {clipped} heads clipped, largest logit {max_logit:?}");
+///     }
+/// }
+/// ```
 #[derive(Debug, Clone)]
 pub struct ClippedHeads {
     /// The attentions, and the number of heads of each.

@@ -3,6 +3,17 @@
 //! Muon is for the matrices inside a network, which map hidden spaces to hidden spaces. AdamW
 //! updates the embeddings and the output head, which are matrices as well, and all vectors and
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
+//!
+//! ```
+//! use burn::{nn::LinearConfig, tensor::Device};
+//! use distmuon::MuonConfig;
+//! use distmuon::routing::{ParameterRole, Routing};
+//!
+//! let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
+//! let routing: Routing = MuonConfig::new().route(&model)?;
+//! assert_eq!(routing.routes()[1].role, ParameterRole::Vector); // the bias
+//! # Ok::<(), distmuon::Error>(())
+//! ```
 
 mod built_in;
 mod expectations;
@@ -170,6 +181,21 @@ pub(crate) struct Updates {
 
 /// The role of every parameter of a model, from [`MuonConfig::route`](crate::MuonConfig::route).
 /// `Display` prints a table with the [`summary`](Self::summary) below.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::{MuonConfig, ParameterRoute, RoleSummary};
+///
+/// let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
+/// let routing = MuonConfig::new().route(&model)?;
+/// for ParameterRoute { path, optimizer, reason, .. } in routing.routes() {
+///     println!("{path}: {optimizer}, {reason}");
+/// }
+/// for RoleSummary { optimizer, state_bytes, .. } in routing.summary() {
+///     println!("{optimizer}: {state_bytes} bytes of state");
+/// }
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Routing {
     routes: Vec<ParameterRoute>,

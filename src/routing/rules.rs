@@ -73,6 +73,15 @@ enum Destination {
 
 /// A [`RoutingRule`] that routes to Muon, from [`RoutingRule::muon`], with optional settings in any
 /// order.
+///
+/// ```
+/// use distmuon::{MuonConfig, MuonRoutingRule, RoutingRule};
+///
+/// let of_heads = |rule: MuonRoutingRule| rule.heads(8).lr_factor(0.5);
+/// let config = MuonConfig::new()
+///     .with_rule(of_heads(RoutingRule::muon(r"(query|key|value)\.weight$")))
+///     .with_rule(of_heads(RoutingRule::muon(r"output\.weight$")).of_inputs());
+/// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct MuonRoutingRule {
     pattern: String,

@@ -28,6 +28,14 @@ pub enum MomentumForm {
 }
 
 /// Configuration of Muon's momentum.
+///
+/// ```
+/// use distmuon::{MomentumConfig, MomentumForm, MuonConfig};
+///
+/// // As PyTorch's SGD has it: `M <- 0.9 M + G`.
+/// let momentum = MomentumConfig::new().with_momentum(0.9.into()).with_form(MomentumForm::Sum);
+/// let config = MuonConfig::new().with_momentum(momentum);
+/// ```
 #[derive(Config, Debug, PartialEq)]
 pub struct MomentumConfig {
     /// Momentum `mu`, in `[0, 1)`. By default, it rises from 0.85 to 0.95 over the first 300 steps

@@ -23,6 +23,20 @@ const LOOK_EVERY: usize = 25;
 /// reading, new skipped steps are logged as a warning (crate `log`), and the run ends with
 /// [`Error::Skipped`] if a parameter was skipped in the last `max_skipped` steps or more. Clones
 /// share the counts.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::{MuonConfig, SkippedSteps};
+///
+/// let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
+/// let routing = MuonConfig::new().route(&model)?;
+/// let optim = routing.init();
+/// let skipped: SkippedSteps = routing.skipped_steps().clone(); // for a thread that logs
+/// for (parameter, steps) in skipped.read() {
+///     println!("{parameter} was skipped in {steps} steps");
+/// }
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct SkippedSteps {
     limit: Option<usize>,

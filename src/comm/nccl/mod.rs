@@ -57,9 +57,10 @@ const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 /// that memory. On an H100, memory is read at 3350 GB/s, whereas NVLink transfers 450 GB/s and a
 /// network 50 GB/s. Between hosts, `Exact` sends more. On `n` hosts of `d` ranks, each rank sends
 /// `(n - 1) / n B` elements to other hosts. All ranks of a host together send `d` times that, where
-/// a ring of NCCL sends `(N - 1) / N B`. [`Hierarchy`](super::Hierarchy) reduces that to `(n - 1) /
-/// n B` per host, and [`World::nccl`](crate::comm::World::nccl) uses it on several hosts. `Native`
-/// needs no hierarchy: its rings cross the boundary of a host once.
+/// a ring of NCCL sends `(N - 1) / N B`. Sums inside hosts, as by
+/// [`World::by_node`](crate::comm::World::by_node), reduce that to `(n - 1) / n B` per host, and
+/// [`World::nccl`](crate::comm::World::nccl) takes them on several hosts. `Native` does not need
+/// them: its rings cross the boundary of a host once.
 ///
 /// These numbers are computed; neither kind was measured on several GPUs. `Exact` is best with
 /// shards of many ranks in each buffer: a rank that owns the whole buffer receives twice its size,

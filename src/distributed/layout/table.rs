@@ -11,6 +11,23 @@ use crate::distributed::sliced_parameters::Cuts;
 use crate::parameters::Found;
 
 /// The place of every parameter, from [`Layout::table`](super::Layout::table). Prints as a table.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use distmuon::World;
+/// use distmuon::distributed::{Layout, LayoutTable};
+///
+/// World::launch(2, |world| {
+///     let model = LinearConfig::new(64, 64).init(world.device());
+///     let table: LayoutTable = Layout::from(&world).owned("dp").table(&model)?;
+///     println!("{table}");
+///     let parts = table.parts("weight").expect("the ranks divide it");
+///     assert_eq!(parts.iter().sum::<usize>(), 64 * 64);
+///     assert_eq!(table.parts("bias"), None); // it is small: both ranks have it
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct LayoutTable {
     rows: Vec<LayoutRow>,

@@ -38,6 +38,16 @@ struct Observed {
 /// The norms of a step, from
 /// [`DistModuleOptimizer::diagnostics`](super::DistModuleOptimizer::diagnostics). Prints as a table
 /// of groups.
+///
+/// ```
+/// use distmuon::distributed::{Diagnostics, ParameterDiagnostics};
+///
+/// /// The parameter that the step has changed most, relative to its norm.
+/// fn fastest(diagnostics: &Diagnostics) -> Option<&ParameterDiagnostics> {
+///     let parameters = diagnostics.parameters.iter();
+///     parameters.max_by(|a, b| a.effective_lr().total_cmp(&b.effective_lr()))
+/// }
+/// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Diagnostics {
     /// Every trained parameter, in the order of the model. A matrix that is cut into blocks has one

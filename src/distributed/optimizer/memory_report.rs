@@ -28,6 +28,19 @@ pub struct Usage {
 /// engine has allocated. It counts neither the intermediate results of an update nor the memory
 /// that a backend keeps in reserve. `total` is the sum of all kinds at one time, so its peak may be
 /// less than the sum of the other peaks; it is the sum of their `at_peak`.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::MuonConfig;
+/// use distmuon::distributed::{MemoryReport, Usage};
+///
+/// let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
+/// let optim = MuonConfig::new().init_batched(&model)?;
+/// let memory: MemoryReport = optim.memory();
+/// let Usage { now, peak, .. } = memory.parameters;
+/// println!("{now} bytes of parameters, {peak} at most, in all {}", memory.total.peak);
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.

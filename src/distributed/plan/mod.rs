@@ -9,7 +9,35 @@
 //!
 //! Every rank has to have the same plan: compare [`Plan::digest`] before the first step. Without a
 //! time limit, equal arguments give equal plans. With `Balancing::Optimal`, one rank has to send
-//! its [`Plan::owners`] to the others, which build their plans by [`Plan::with_owners`].
+//! its [`Plan::owners`] to the others, which build their plans by `Plan::with_owners`.
+//!
+//! ```
+//! use burn::{nn::LinearConfig, tensor::Device};
+//! use distmuon::distributed::plan::{GroupReport, Parameter, Placement, RankReport, Report, Work};
+//! use distmuon::{DistMuonConfig, World};
+//!
+//! let world = World::alone(Device::default().autodiff());
+//! let model: Vec<_> = (0..4).map(|_| LinearConfig::new(64, 64).init(world.device())).collect();
+//! let optim = DistMuonConfig::new().init(&world, &model)?;
+//!
+//! let plan = optim.plan();
+//! for (parameter, owners) in plan.parameters().iter().zip(plan.owners()) {
+//!     let Parameter { path, work, placement, .. } = parameter;
+//!     match work {
+//!         Work::Matrices { count, .. } => println!("{path}: {count} matrices of {owners:?}"),
+//!         Work::Whole => println!("{path}: of rank {owners:?}"),
+//!         Work::Elements => println!("{path}: divided, if it is large"),
+//!     }
+//!     assert_eq!(*placement, Placement::Replicated); // without a layout that divides it
+//! }
+//! let Report { groups, ranks, .. } = optim.report();
+//! for GroupReport { shape, owned } in groups {
+//!     println!("{shape:?}: {owned:?} of them, by rank");
+//! }
+//! let RankReport { matrices, bytes, .. } = &ranks[world.rank()];
+//! println!("{matrices} matrices on this rank, {bytes} bytes");
+//! # Ok::<(), distmuon::Error>(())
+//! ```
 
 mod bucket;
 mod cost;
@@ -158,6 +186,7 @@ pub enum MatrixOrder {
 }
 
 /// Configuration of a [`Plan`].
+#[doc(hidden)] // for the bench `scaling`: `DistMuonConfig` has the settings of programs
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanConfig {
     /// The method by which owners are chosen.
@@ -224,6 +253,7 @@ impl Plan {
     /// # Panics
     ///
     /// If the matrices of a parameter do not have the same number of elements as its shape.
+    #[doc(hidden)] // for the bench `scaling`: a program's plan is its optimizer's
     pub fn new(
         parameters: Vec<Parameter>,
         world_size: usize,
@@ -265,6 +295,7 @@ impl Plan {
     /// # Panics
     ///
     /// If the matrices of a parameter do not have the same number of elements as its shape.
+    #[doc(hidden)] // as `new`
     pub fn with_owners(
         parameters: Vec<Parameter>,
         world_size: usize,

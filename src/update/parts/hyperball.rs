@@ -20,6 +20,15 @@ const LEAST_NORM: f64 = 1e-10;
 /// The learning rate then is the angle of a step, so `lr_scale` and `lr_factor` have no effect.
 /// Weight decay that scales the parameter would only change that angle: `Decoupled`, `Independent`
 /// and `SquaredRate` have to be zero. A matrix of zeros has no initial radius and stays zero.
+///
+/// ```
+/// use distmuon::MuonConfig;
+/// use distmuon::parts::{Hyperball, Radius};
+///
+/// let part = Hyperball::initial(); // or `Hyperball::fixed(8.0)`
+/// assert_eq!(part.radius, Radius::Initial);
+/// let config = MuonConfig::new().with_parts(vec![part.into()]).with_weight_decay(0.0.into());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Hyperball {

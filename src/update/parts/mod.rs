@@ -240,6 +240,14 @@ impl Part {
     }
 
     /// Returns the positions of the part in the update.
+    ///
+    /// ```
+    /// use distmuon::parts::{Hyperball, Part, Stage};
+    ///
+    /// let part = Part::from(Hyperball::initial());
+    /// assert_eq!(part.stages(), [Stage::After, Stage::Parameter]);
+    /// println!("{part}"); // hyperball (after the iteration and on the parameter)
+    /// ```
     pub fn stages(&self) -> &'static [Stage] {
         self.behaviour().stages()
     }

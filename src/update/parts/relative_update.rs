@@ -34,6 +34,15 @@ pub enum RelativeTo {
 /// - [`exact`](Self::exact) is `RelativeUpdate` of
 ///   <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, with a ratio of 1 there. A parameter of
 ///   zeros stays zero.
+///
+/// ```
+/// use distmuon::MuonConfig;
+/// use distmuon::parts::{RelativeTo, RelativeUpdate};
+///
+/// let part = RelativeUpdate::floor_per_output(0.3825).with_most(Some(1.0));
+/// assert_eq!(part.to, RelativeTo::Outputs); // the others are of whole matrices
+/// let config = MuonConfig::new().with_parts(vec![part.into()]);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct RelativeUpdate {

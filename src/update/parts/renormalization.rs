@@ -12,6 +12,15 @@ use crate::error::{Error, Result};
 const LEAST_NORM: f64 = 1e-10;
 
 /// Scales the result of the iteration, `m` by `n`, to a Frobenius norm.
+///
+/// ```
+/// use distmuon::parts::{Renormalization, TargetNorm};
+/// use distmuon::{LrScale, MuonConfig};
+///
+/// let part = Renormalization::rms(0.2);
+/// assert_eq!(part.target, TargetNorm::Rms(0.2));
+/// let config = MuonConfig::new().with_parts(vec![part.into()]).with_lr_scale(LrScale::None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Renormalization {

@@ -132,7 +132,7 @@ impl DistMuonConfig {
     ///
     /// ```
     /// use burn::{nn::LinearConfig, tensor::Device};
-    /// use distmuon::distributed::{Layout, Mesh};
+    /// use distmuon::distributed::{Layout, MemoryForecast, Mesh, RankMemory};
     /// use distmuon::{DistMuonConfig, Error, World};
     ///
     /// let device = Device::default().autodiff();
@@ -140,9 +140,11 @@ impl DistMuonConfig {
     /// let model: Vec<_> = (0..64).map(|_| layer.init(&device)).collect();
     /// let config = DistMuonConfig::new();
     /// let owned = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)).owned("dp"));
-    /// let (_, memory) = config.forecast_memory(8, 1, &model, owned)?.largest();
+    /// let forecast: MemoryForecast = config.forecast_memory(8, 1, &model, owned)?;
+    /// println!("{forecast}");
+    /// let (_, RankMemory { states, .. }) = forecast.largest();
     /// // 8 of the matrices of 64 MiB, and the momentum of each.
-    /// assert_eq!(memory.states, 8 << 26);
+    /// assert_eq!(states, 8 << 26);
     /// # Ok::<(), Error>(())
     /// ```
     ///
