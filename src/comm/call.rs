@@ -76,6 +76,8 @@ impl fmt::Display for Call {
             [] => {}
             counts if counts.len() <= NAMED_COUNTS => write!(f, " {counts:?}")?,
             counts => {
+                // Its keys are fixed, so that processes of one build have equal hashes of equal
+                // counts.
                 let mut hasher = DefaultHasher::new();
                 counts.hash(&mut hasher);
                 write!(f, " {} counts #{:016x}", counts.len(), hasher.finish())?;
