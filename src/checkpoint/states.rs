@@ -293,7 +293,7 @@ fn has_state(archive: &Archive, id: &str) -> bool {
     let prefix = prefixed(OPTIMIZER, &prefixed(id, ""));
     let is_state = |name: &&String| name.strip_prefix(&prefix).is_some_and(|name| name != RANK);
     let from = |name: &String| *name >= prefix;
-    // Names are sorted, so that only those of this identity are looked at.
+    // Names are sorted, so that only this identity's names are looked at.
     let tensors = archive.tensors().range(prefix.clone()..).map(|(name, _)| name);
     let scalars = archive.scalars().range(prefix.clone()..).map(|(name, _)| name);
     let begins = |name: &&String| from(name) && name.starts_with(&prefix);

@@ -174,7 +174,7 @@ impl Engine for Threads {
         let (rank, dtype, device) = (self.rank(), tensor.dtype(), self.device.clone());
         let expected = counts.received.clone();
         let bytes = slices::bytes(&tensor);
-        // With the counts: another rank finds its part behind those of the lower ranks.
+        // With the counts: another rank finds its part behind the parts of the lower ranks.
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
         let round = self.participant.arrive(call, payload)?;
         let participant = self.participant.clone();

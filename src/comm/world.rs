@@ -210,7 +210,7 @@ impl World {
         // Modules need not be `Sync`: this thread makes a fork for every rank.
         let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
         let forks: Vec<_> = devices.iter().map(fork).collect();
-        // Its values would otherwise stay in memory as long as the ranks run.
+        // The model's values would otherwise stay in memory as long as the ranks run.
         drop(model);
         Self::threads(devices, |world| {
             let mut fork = forks[world.rank()].lock().expect("no holder of the lock panics");

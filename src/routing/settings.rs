@@ -63,8 +63,8 @@ impl Updates {
             other.lr_factor == update.lr_factor
                 && other.momentum == update.momentum
                 && other.weight_decay == update.weight_decay
-                // Equal values may become different: `set_momentum` leaves those of a rule as they
-                // are.
+                // Equal values may become different: `set_momentum` leaves a rule's own values as
+                // they are.
                 && of(other) == of(update)
         })
     }

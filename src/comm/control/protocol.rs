@@ -186,7 +186,7 @@ pub fn frame<T: Serialize>(message: &T, payload: &[&[u8]]) -> Result<Frame, usiz
     // A length of four bytes, the message, and the payload as it is: large payloads are not
     // encoded.
     let mut frame = Vec::with_capacity(4 + length);
-    // It fits, since `MAX_MESSAGE` is far below 2^32.
+    // The length fits, since `MAX_MESSAGE` is far below 2^32.
     frame.extend((length as u32).to_le_bytes());
     frame.extend(message);
     payload.iter().for_each(|part| frame.extend_from_slice(part));

@@ -791,7 +791,7 @@ impl Layout {
         for (found, route) in found.iter_mut().zip(routing.routes()) {
             found.placement = self.placement(found, &places, &cuts);
             if found.placement.is_owned()
-                // Parameters without owners, those of AdamW, lie in even rows of elements in any
+                // AdamW's parameters, which have no owners, lie in even rows of elements in any
                 // case.
                 && route.has_owners()
                 && places.in_rows(&found.path).unwrap_or(self.in_rows)
