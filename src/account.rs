@@ -153,6 +153,7 @@ impl ParameterAccount {
         let found = by_rank.iter().filter_map(|(rank, entries)| Some((*rank, entries.get(&path)?)));
         let found: Vec<_> = found.collect();
         let by = found.first().map(|(_, entry)| entry.by.clone());
+        // Without an entry on any rank, nothing has updated the parameter.
         let idle = match role {
             ParameterRole::Frozen => UpdatedBy::Frozen,
             _ => UpdatedBy::NoGradient,
@@ -188,6 +189,7 @@ impl GroupAccount {
     fn add(&mut self, parameter: &ParameterAccount, trained: usize) {
         self.tensors += 1;
         self.elements += parameter.elements;
+        // Frozen parameters do not count in `trained`, which may be zero.
         if self.updated_by != UpdatedBy::Frozen {
             self.share = self.elements as f64 / trained as f64;
         }
@@ -196,6 +198,7 @@ impl GroupAccount {
         self.iterations += parameter.iterations;
         self.used.extend(parameter.iteration.iter().map(ToString::to_string));
         let norms = self.update_norm.into_iter().chain(parameter.update_norm);
+        // Squares of norms add up, since parameters share no elements.
         self.update_norm = norms.reduce(f64::hypot);
     }
 }
@@ -253,6 +256,7 @@ fn cells(
 ) -> [String; 5] {
     let or_dash = |text: String| if text.is_empty() { "-".to_owned() } else { text };
     let count =
+        // A dash where Muon has no part: a zero would look like iterations that were left out.
         |count: usize| if matrices + iterations == 0 { "-".into() } else { count.to_string() };
     let ranks: Vec<_> = ranks.iter().map(ToString::to_string).collect();
     let norm = norm.map(|norm| format!("{norm:.2e}"));

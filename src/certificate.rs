@@ -172,7 +172,9 @@ impl Certificate {
         if let Some((differs, _)) = same.iter().find(|(_, is_same)| !is_same) {
             return Err(other(format!("other {differs}")));
         }
+        // The run takes the steps after the checkpoint again.
         self.links.retain(|link| link.step <= step);
+        // Ranks from `step` on have computed none of the steps that remain.
         self.ranks.retain(|ranks| ranks.after_step < step);
         match self.links.last().filter(|link| link.step == step) {
             None => Err(other(format!("none of step {step}"))),
@@ -198,6 +200,7 @@ impl Certificate {
         let bytes = fs::read(path).map_err(|error| failed(error.to_string()))?;
         let read: Self = serde_json::from_slice(&bytes)
             .map_err(|error| failed(format!("it is no certificate: {error}")))?;
+        // The copy grows link by link, as when it was recorded: `next` goes on from the last one.
         let mut again = Self { links: vec![], ..read.clone() };
         for link in &read.links {
             if again.next(link.step, &link.weights) != link.chain {
@@ -222,6 +225,7 @@ impl Certificate {
             remedy: "name a file in a folder that can be written to",
         };
         let bytes = serde_json::to_vec_pretty(self).expect("a certificate is valid JSON");
+        // A program that dies in the middle leaves the old file whole.
         let (scratch, mut file) =
             replaced_file::create(path).map_err(|error| failed(error.to_string()))?;
         file.write_all(&bytes).map_err(|error| failed(error.to_string()))?;
@@ -239,6 +243,7 @@ fn digest_of<M: Module>(model: &M) -> String {
     struct Weights(Xxh3);
     impl Visit for Weights {
         fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+            // One at a time, so that the host never has copies of two parameters.
             let data = param.val().without_autodiff().into_data();
             // The lengths are in the text, so that no two models are one sequence of bytes.
             let of =

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 
 /// Fails for a setting that is not the decay of a moving average.
 pub(crate) fn ensure_decay(setting: &str, value: f64) -> Result<()> {
+    // NaN is in no range, and so is refused too.
     match (0.0..1.0).contains(&value) {
         true => Ok(()),
         false => Err(Error::setting(setting, value, "at least 0 and less than 1")),
@@ -38,6 +39,7 @@ pub(crate) fn ensure_gradient_matches<const D: usize>(
             "give gradients of the parameter's shape",
         ));
     }
+    // Gradients come without autodiff, parameters may have it.
     let [device, expected] = [gradient, parameter].map(|tensor| tensor.device().inner());
     if device != expected {
         let reason =
@@ -82,6 +84,7 @@ pub(crate) fn ensure_all_computed<'a>(
 /// CubeCL's CPU runtime supports bfloat16 only on a processor with instructions for it, or with
 /// libgcc 13, and returns garbage otherwise.
 pub(crate) fn rounds_to(device: &Device, dtype: FloatDType) -> bool {
+    // Exact in every float type, so that a device which rounds returns them unchanged.
     let values = [1.5_f32, -2.0, 0.0, 64.0];
     let rounded = Tensor::<1>::from_data(values, (device, DType::F32)).cast(dtype);
     let back = rounded.cast(FloatDType::F32).try_into_data();

@@ -137,6 +137,7 @@ impl Visit for Add<'_> {
         let Some(gradient) = self.gradients.remove::<D>(param.id) else { return };
         let value = value.inner();
         let sum = self.buffer.sums.remove::<D>(param.id);
+        // Only the layout knows the shape of a shard, so the first micro-batch decides it.
         let like = match self.reduced.contains(&param.id) {
             true => sum.as_ref().unwrap_or(&gradient),
             false => &value,

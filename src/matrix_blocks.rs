@@ -122,6 +122,7 @@ impl Blocks {
 
     /// Returns `true` if the only block has the parameter's values, in its order.
     pub fn is_whole(&self) -> bool {
+        // A stack in the last dimensions has to be turned, unless it has one matrix.
         self.count() == 1 && (!self.is_leading || self.batch[0] == 1)
     }
 
@@ -196,6 +197,7 @@ impl Blocks {
         let shaped = blocks
             .into_iter()
             .zip(self.batches())
+            // Empty blocks, as `cut` returns them, have nothing to join.
             .filter(|(_, batch)| !batch.contains(&0))
             .map(|(block, batch)| block.reshape(batch))
             .collect();

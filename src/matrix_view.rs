@@ -86,6 +86,7 @@ fn view_by_rule(parameter: &str) -> String {
                 `.with_rule(RoutingRule::muon(path).flatten())`"
             .to_owned();
     }
+    // The whole path, since a pattern also fits a part of one.
     let path = format!("r\"^{}$\"", regex::escape(parameter));
     format!(
         "add `.with_rule(RoutingRule::muon({path}).flatten())` for a convolution, with `.batch()` \

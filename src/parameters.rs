@@ -118,6 +118,7 @@ impl Found {
     /// after the last field belongs to the parameter, or to the weight that it adapts.
     pub fn module(&self, depth: usize) -> &str {
         let length: usize = self.fields[..depth].iter().map(|field| field.name.len() + 1).sum();
+        // Without the dot after the last name, which the root's path does not have.
         &self.path[..length.saturating_sub(1)]
     }
 

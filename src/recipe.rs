@@ -347,6 +347,7 @@ impl Recipe {
                     0 => Schedule::constant(peak),
                     _ => risen(0.0, peak, warmup),
                 };
+                // The peak is at step `warmup`, so that the cosine ends one step after the run.
                 risen.linear(1, peak).cosine(steps - warmup, 0.0)
             }
             // `get_lr_multiplier` of `base_train.py`.
@@ -366,8 +367,10 @@ impl Recipe {
             // `set_hparams` of `train_gpt_simple.py`.
             Self::Track3 => {
                 let start = (0.3 * steps as f64).ceil() as usize;
+                // The line starts at three tenths, which may lie between two steps.
                 let reached = peak * (steps - start) as f64 / (0.7 * steps as f64);
                 let held = Schedule::constant(peak).hold(start);
+                // A run of one step never reaches the line.
                 if start == steps {
                     return held.linear(1, 0.0);
                 }
@@ -375,6 +378,7 @@ impl Recipe {
             }
             Self::KimiK2 | Self::KimiK3 | Self::Glm5 => {
                 let warmup = warmup(500);
+                // The report counts in tokens: 10 of 15.5 trillion.
                 held_then_cosine(peak, warmup, (10.0 / 15.5 * steps as f64) as usize, steps)
             }
             Self::DeepSeekV4 => {
@@ -485,6 +489,7 @@ impl MuonConfig {
         match recipe {
             Recipe::Torch => config.with_adamw(adamw().with_beta_2(0.999).with_weight_decay(0.01)),
             Recipe::KellerJordan => {
+                // Rates of AdamW are relative to the rate of matrices, 0.02 in the source.
                 let relative = 3e-4 / 0.02;
                 config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
             }

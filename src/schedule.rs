@@ -191,13 +191,16 @@ pub(crate) fn then_down(
     // `from`.
     let start = (steps.saturating_sub(down) + 1).max(warmup);
     let rest = (steps + 1).saturating_sub(start);
+    // The quotient below would be infinite.
     if down == 0 {
         return warmup_schedule.linear(0, from);
     }
+    // The run ends within the warm-up.
     if rest == 0 {
         return warmup_schedule;
     }
     let reached = to + (from - to) * (rest as f64 / down as f64);
+    // A segment without steps sets the value: the jump of a short run.
     warmup_schedule.linear(0, reached).hold(start - warmup).linear(rest, to)
 }
 

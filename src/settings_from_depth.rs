@@ -77,6 +77,7 @@ impl Dial {
         let width = width(depth);
         let ratio = tokens(depth, vocabulary) as f64 / tokens(REFERENCE, vocabulary) as f64;
         let predicted = REFERENCE_BATCH * ratio.powf(BATCH_EXPONENT);
+        // Ties go to even numbers, as Python rounds in the source.
         let batch = 1 << predicted.log2().round_ties_even() as usize;
         let (heads, context) = (width / HEAD, CONTEXT);
         Ok(Self { depth, vocabulary, width, heads, context, batch })
@@ -140,6 +141,7 @@ fn width(depth: usize) -> usize {
 /// The tokens of a run: of the matrices of the layers and of the head, as `get_scaling_params`.
 fn tokens(depth: usize, vocabulary: usize) -> usize {
     let width = width(depth);
+    // In a layer, attention has `4 width^2` parameters, and the MLP twice as many.
     TOKENS_PER_PARAMETER * (12 * depth * width * width + vocabulary * width)
 }
 

@@ -46,6 +46,7 @@ pub fn mirror(
     if elements == 0 {
         return Ok(());
     }
+    // One unit where units are threads, which wait longer for each other than they copy.
     let side = exchanging_units(&client.properties().hardware, TILE);
     let tiles = (m as u32).div_ceil(side);
     let count = CubeCount::Static(tiles, tiles, k as u32);

@@ -145,6 +145,8 @@ impl ComputePath {
     /// to TF32 on devices with matrix units for TF32.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
+        // Only float32: half precision has no more than the ten bits of TF32, and is multiplied as
+        // it is.
         match (dtype, device.as_dispatch()) {
             #[cfg(feature = "simulated-tf32")]
             (_, DispatchDevice::Flex(_)) => super::tf32::is_simulated(device, dtype.into()),

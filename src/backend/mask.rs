@@ -37,6 +37,7 @@ impl FiniteMask {
 
     /// The new tensor, with the old values in the rejected rows.
     pub fn select<const D: usize>(&self, new: Tensor<D>, old: Tensor<D>) -> Tensor<D> {
+        // Not by a factor of 0, since 0 times NaN is NaN.
         new.mask_where(self.like(&old), old)
     }
 

@@ -349,6 +349,7 @@ impl Step {
             }
             Self::RescaledSquare { by, .. } => {
                 let r = next();
+                // From the same `R` as for `X`, so that the result is the square of the new `X`.
                 let by = portable::divisors::<B>(r.clone(), by);
                 let of_columns = B::float_swap_dims(by.clone(), 1, 2);
                 portable::over::<B>(r, B::float_mul(by, of_columns))

@@ -14,6 +14,7 @@ pub(crate) fn precise_dtype(parameter: DType) -> DType {
 pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
     let dtype = grad.dtype();
     let grad = wide(grad);
+    // Operands have to be of one type, and the factor may be of another than the gradient.
     let factor = factor.cast(grad.dtype()).reshape([1; D]);
     (grad * factor).cast(dtype)
 }

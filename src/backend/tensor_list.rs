@@ -126,6 +126,7 @@ impl<B: FusionBackend> FusionValueAdapter<B> for TensorList<B> {
         output: &Self::Output,
         device: Option<&B::Device>,
     ) -> Result<(), ExecutionError> {
+        // `zip` below would pass over what is missing.
         if value.0.len() != output.len() {
             let (expected, got) = (output.len(), value.0.len());
             let reason =

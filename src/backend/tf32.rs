@@ -37,10 +37,12 @@ pub(super) fn rounded(x: FloatTensor<Dispatch>) -> FloatTensor<Dispatch> {
 }
 
 fn to_tf32(x: f32) -> f32 {
+    // The sum below would carry the bits of a NaN into other numbers.
     if !x.is_finite() {
         return x;
     }
     let half = 1 << (DROPPED_BITS - 1);
+    // A carry into the exponent is right: the next larger number has the next exponent.
     f32::from_bits((x.to_bits() + half) & (u32::MAX << DROPPED_BITS))
 }
 

@@ -147,6 +147,7 @@ impl Index {
         actual.update(&bytes);
         actual.update(size_and_version);
         let expected = u32::from_le_bytes(checksum.try_into().expect("the slice has four bytes"));
+        // Before the version is looked at, which may be what is damaged.
         verify("its index or footer", expected, actual.finalize())?;
         let version = u32::from_le_bytes(version.try_into().expect("the slice has four bytes"));
         if version != VERSION {
@@ -160,6 +161,7 @@ impl Index {
 
     /// Fails if the length of the container is not as in the index.
     fn check(&self, container: u64) -> Result<(), String> {
+        // Checked here: whoever reads the tensor multiplies the sizes without a check.
         let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
         let overflows = |section: &&Section| elements(&section.shape).is_none();
         if let Some(section) = self.tensors.iter().find(overflows) {
@@ -194,6 +196,7 @@ pub fn bytes_at(file: &mut File, start: u64, count: usize, part: &str) -> Result
 ///
 /// A text that names `part`.
 pub fn checksum_of(file: &mut File, range: Range<u64>, part: &str) -> Result<u32, String> {
+    // A tensor may be larger than the memory that is left.
     const BLOCK: u64 = 1 << 20;
     let mut checksum = crc32fast::Hasher::new();
     let mut position = range.start;

@@ -312,6 +312,7 @@ impl Checkpointed for ModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        // First, since it returns the error of the save before, after which nothing is saved.
         saver.prepare(path)?;
         ensure_whole(model)?;
         ensure_clips(self)?;
@@ -342,6 +343,7 @@ impl Checkpointed for ModuleOptimizer {
         ensure_whole(&model)?;
         ensure_clips(&self)?;
         let archive = open(path)?;
+        // Before the model is read, so that a progress of another type fails at once.
         let progress = archive.progress()?;
         let (model, mut differences) = load_model(&archive, model, &Undivided)?;
         let states = States::new(archive);

@@ -155,6 +155,7 @@ impl Part {
     /// Tells the rank that waits for all parts, rank 0, that this one will not come.
     pub fn give_up(&self, error: &Error) {
         if self.is_first() {
+            // Nobody waits for rank 0's part without rank 0: there is only something to clean up.
             return self.remove_others();
         }
         // On a full disk, rank 0 may find an empty file, or wait for its deadline.
@@ -181,12 +182,14 @@ impl Part {
         let mut quiet = Quiet::new(self);
         for rank in 0..self.ranks {
             let path = self.path_of(rank);
+            // A part gets this name once it is complete and synced.
             while !path.exists() {
                 if let Ok(reason) = fs::read_to_string(self.failure_of(rank)) {
                     let reason = format!("rank {rank} could not write it: {reason}");
                     return Err(failed(&path, &reason));
                 }
                 let longest = patience.longest();
+                // Growth of any file of the save counts: a slow disk is no failure.
                 if quiet.time(self) > longest {
                     return Err(Error::Checkpoint {
                         path,
@@ -208,6 +211,7 @@ impl Part {
         let bytes = serde_json::to_vec(&index).expect("numbers and names are JSON");
         let refused = |error: burn_pack::Error| failed(&path, &error.to_string());
         let (scratch, mut file) = AtomicFile::create(&path).map_err(refused)?;
+        // Synced before it is renamed: after a crash, the name must not stand for missing bytes.
         let written = file.write_all(&bytes).and_then(|()| file.sync_all());
         written.map_err(|error| failed(&path, &error.to_string()))?;
         // As late as possible: another run may save to the folder.
@@ -279,6 +283,7 @@ impl Patience {
     }
 
     pub fn shorten(&self, longest: Duration) {
+        // A single number, on which no other memory depends.
         self.0.fetch_min(milliseconds(longest), Ordering::Relaxed);
     }
 
@@ -314,6 +319,7 @@ impl Quiet {
 
 /// The bytes of all files of a save.
 fn bytes_of(part: &Part) -> u64 {
+    // A folder that can't be read at the moment counts as one that does not grow.
     let files = files_of_saves(&part.folder).unwrap_or_default();
     let files = files.into_iter().filter(|(save, _)| *save == part.save);
     files.filter_map(|(_, path)| path.metadata().ok()).map(|metadata| metadata.len()).sum()

@@ -134,6 +134,7 @@ impl Archive {
             tensors: tensors.collect(),
             scalars: index.scalars,
             metadata: index.metadata,
+            // The index has a checksum of every tensor, so that its bytes stand for the whole file.
             digest: digest(&[&bytes]).into(),
         })
     }
@@ -334,6 +335,7 @@ impl Archive {
 
     /// Describes the file by its path, digest and progress, for messages.
     pub fn describe(&self) -> String {
+        // Enough to tell two saves apart, in an error of a line or two.
         let progress: String = self.text(PROGRESS).chars().take(80).collect();
         match self.path.as_os_str().is_empty() {
             true => format!("a record of digest {:016x}", self.digest()),
@@ -463,6 +465,7 @@ pub(super) fn unopened(path: &Path, error: &std::io::Error) -> Error {
 
 /// A hash of the parts, the same in every process that runs the same program.
 fn digest(parts: &[&[u8]]) -> u64 {
+    // Without random keys, since ranks that are processes compare the hash.
     let mut hasher = DefaultHasher::new();
     parts.hash(&mut hasher);
     hasher.finish()

@@ -205,6 +205,7 @@ impl Saver {
         // end.
         self.wait()?;
         if self.in_parts {
+            // By every rank, since any of them may come first.
             let created = fs::create_dir_all(path);
             created.map_err(|error| failed(path, &format!("cannot create the folder: {error}")))?;
             parts::ensure_ours(path)?;
@@ -253,6 +254,7 @@ impl Saver {
         let (to, waits) = (target.clone(), patience.clone());
         let finish = move || {
             saving.finish().inspect_err(|error| to.give_up(error))?;
+            // Rank 0 alone completes the folder, and removes older ones.
             if to.part.as_ref().is_some_and(|part| !part.is_first()) {
                 return Ok(());
             }
@@ -301,6 +303,7 @@ impl Drop for Saver {
         self.hurry();
         if let Some(running) = self.running.take()
             && let Ok(Err(error)) = running.thread.join()
+            // During a panic, its message is the one to be seen.
             && !is_panicking
         {
             log::error!("the last checkpoint was not saved: {error}");
@@ -369,6 +372,7 @@ impl<'a> Numbered<'a> {
     /// The files of a path's folder with the same name but for the number, by that number.
     fn siblings(&self, path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
         let folder = match path.parent() {
+            // The parent of a bare name is empty, and stands for the current folder.
             Some(folder) if folder != Path::new("") => folder,
             _ => Path::new("."),
         };

@@ -67,6 +67,7 @@ impl States {
     fn with_ids(archive: Archive, ids: HashMap<String, String>) -> Self {
         let key = |name| {
             let (path, id, state) = archive.state_key(name)?;
+            // A path may have states under several identities, of which `ids` has chosen one.
             (ids.get(path)? == id).then(|| (path.to_owned(), state.to_owned()))
         };
         let names: HashMap<_, _> =
@@ -213,6 +214,7 @@ impl States {
     /// The trained parameters of which there is no state, if there are states of others.
     pub fn missing(&self, trained: &TrainedPaths, unused: &BTreeSet<String>) -> Vec<Difference> {
         let is_missing = |path: &&String| !self.knows(path) && !unused.contains(*path);
+        // Without any state, the run was saved before its first step, and none is missing.
         let missing = trained.trained.iter().filter(|_| !self.ids.is_empty()).filter(is_missing);
         missing.map(|path| Difference::no_state(path)).collect()
     }
@@ -291,6 +293,7 @@ fn has_state(archive: &Archive, id: &str) -> bool {
     let prefix = prefixed(OPTIMIZER, &prefixed(id, ""));
     let is_state = |name: &&String| name.strip_prefix(&prefix).is_some_and(|name| name != RANK);
     let from = |name: &String| *name >= prefix;
+    // Names are sorted, so that only this identity's names are looked at.
     let tensors = archive.tensors().range(prefix.clone()..).map(|(name, _)| name);
     let scalars = archive.scalars().range(prefix.clone()..).map(|(name, _)| name);
     let begins = |name: &&String| from(name) && name.starts_with(&prefix);
@@ -310,6 +313,8 @@ fn ids(archive: &Archive, of_model: impl Fn(&str) -> Option<u64>) -> HashMap<Str
         let is_of_model = of_model(path).is_some_and(|of_model| of_model.to_string() == id);
         let candidate = (is_of_model, time(id), id.to_owned());
         let best = chosen.entry(path.to_owned()).or_insert_with(|| candidate.clone());
+        // By the fields in their order; the text comes last, so that the choice is the same in
+        // every run.
         if *best < candidate {
             *best = candidate;
         }

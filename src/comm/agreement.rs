@@ -100,6 +100,7 @@ impl World {
     ///
     /// As every collective (see [`Communicator`]).
     pub fn any(&self, condition: bool) -> Result<bool> {
+        // Empty bytes differ from none, so that `true` needs no content.
         Ok(self.comm().first_bytes(condition.then(Vec::new))?.is_some())
     }
 
@@ -225,6 +226,7 @@ fn is_same(united: &[u8]) -> bool {
 
 /// Returns a number that is the same for equal values in every process of one program.
 pub(crate) fn digest<T: Hash + ?Sized>(value: &T) -> u64 {
+    // Without random keys: ranks that are processes compare the digests.
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     hasher.finish()

@@ -76,6 +76,8 @@ impl fmt::Display for Call {
             [] => {}
             counts if counts.len() <= NAMED_COUNTS => write!(f, " {counts:?}")?,
             counts => {
+                // The hasher's keys are fixed, so that processes of one build hash equal counts to
+                // equal numbers.
                 let mut hasher = DefaultHasher::new();
                 counts.hash(&mut hasher);
                 write!(f, " {} counts #{:016x}", counts.len(), hasher.finish())?;

@@ -33,6 +33,8 @@ pub fn of_devices(devices: &[Device]) -> Choice {
 /// connects ranks that have a CUDA device each, if its library is found.
 fn of_cuda_indices(cuda: &[Option<usize>], find_nccl: impl FnOnce() -> Result<()>) -> Choice {
     let different: HashSet<usize> = cuda.iter().copied().flatten().collect();
+    // Devices without an index, and those given twice, make the set smaller. NCCL refuses two ranks
+    // on one GPU.
     if cuda.len() < 2 || different.len() < cuda.len() {
         return Choice::Threads;
     }

@@ -155,6 +155,7 @@ impl Communicator {
             .flat_map(|number| [number % WORD, number / WORD])
             .map(|word| word as f32)
             .collect();
+        // Named, since a device's default type may be bfloat16, which rounds integers above 256.
         let device = (&device.clone().inner(), DType::F32);
         let message = Tensor::from_data(TensorData::from(&*words), device);
         let each = vec![words.len() / self.size(); self.size()];

@@ -52,6 +52,8 @@ pub fn received(counts: &[usize], rank: usize) -> usize {
         _ if is_direct(counts) => size * counts[rank],
         _ => {
             let even = even_counts(length, size)[rank];
+            // Two exchanges, one after the other, of which the larger counts. The second begins
+            // with the sum of the even part.
             (size * even).max(even + counts[rank])
         }
     }

@@ -59,6 +59,7 @@ pub fn reduce_scatter<E: MovesParts>(
     // The second exchange moves sums, and adds up nothing.
     let second_call = Call { op: None, ..call.clone() };
     let reduced = reduce_in_one_exchange(engine, call, tensor, &even, op, dtype)?;
+    // Both sides know the counts without a message: they follow from the two divisions alone.
     let (send, receive) = (overlaps(&even, rank, counts), overlaps(counts, rank, &even));
     let engine = engine.share();
     Ok(Pending::new(reduced.bytes(), move || {
@@ -77,6 +78,7 @@ fn reduce_in_one_exchange<E: MovesParts>(
 ) -> Result<Pending> {
     let size = engine.size();
     if size == 1 {
+        // Of one rank, both the sum and the mean are the tensor.
         return Ok(Pending::ready(tensor.cast(dtype)));
     }
     let received = engine.exchange(call, tensor, counts, &vec![counts[engine.rank()]; size])?;
@@ -92,6 +94,7 @@ fn overlaps(counts: &[usize], rank: usize, others: &[usize]) -> Vec<usize> {
     let end = start + counts[rank];
     let other_starts = offsets(others).into_iter().zip(others);
     let shared =
+        // Where two parts do not touch, the end is before the start, and counts as no elements.
         other_starts.map(|(other, count)| end.min(other + count).saturating_sub(start.max(other)));
     shared.collect()
 }

@@ -185,6 +185,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
 
     /// Notes that this rank arrives in no further round.
     pub fn depart(&self) {
+        // The last chance to drop them on this rank's thread.
         self.drop_released();
         let mut state = self.shared.lock();
         state.rounds.depart(self.world_rank(), Instant::now());
@@ -256,6 +257,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
         let point = WaitPoint::Round(self.key);
         let mut look = Some(Instant::now() + LOOK_AFTER);
         loop {
+            // Before the failure: a complete round succeeds on all of its ranks, also where one
+            // collects late.
             if let Some(payloads) = state.rounds.payloads(self.key) {
                 return (state, Ok(payloads));
             }

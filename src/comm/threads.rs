@@ -106,6 +106,7 @@ impl Threads {
         let start = offset(counts, self.rank());
         let elements = start..start + counts[self.rank()];
         self.start(call, tensor, move |tensors, device| {
+            // Sliced before the sum, so that the ranks divide the work of a call.
             let parts = tensors.iter().map(|tensor| slices::slice(tensor, elements.clone()));
             sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
         })
@@ -173,6 +174,7 @@ impl Engine for Threads {
         let (rank, dtype, device) = (self.rank(), tensor.dtype(), self.device.clone());
         let expected = counts.received.clone();
         let bytes = slices::bytes(&tensor);
+        // With the counts: another rank finds its part behind the parts of the lower ranks.
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
         let round = self.participant.arrive(call, payload)?;
         let participant = self.participant.clone();
@@ -227,6 +229,7 @@ impl Engine for Threads {
     }
 
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        // Ranks with other lengths get a mismatch; `zip` below would cut the longer bytes.
         let call = Call { counts: vec![bytes.len()], ..Call::new("or_bytes") };
         let all = self.collect_bytes(call, bytes)?;
         let or = |united: Vec<u8>, bytes: &Arc<[u8]>| {

@@ -80,6 +80,7 @@ impl World {
     where
         I: IntoIterator,
     {
+        // Asked again after its end, an iterator may go on: `fuse` keeps it at the end.
         Join { world: self.clone(), batches: batches.into_iter().fuse(), last: None }
     }
 }

@@ -64,6 +64,7 @@ impl CheckedCall {
 
     /// Checks the counts of tensors that are concatenated.
     pub fn gathered(&self, counts: &[usize], tensor: &Tensor<1>) -> Result<()> {
+        // First, since the count of this rank is looked up below.
         self.one_per_rank(counts)?;
         let remedy = "give this rank's count the length of its tensor";
         self.length(counts, counts[self.rank], tensor, remedy)

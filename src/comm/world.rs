@@ -210,6 +210,7 @@ impl World {
         // Modules need not be `Sync`: this thread makes a fork for every rank.
         let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
         let forks: Vec<_> = devices.iter().map(fork).collect();
+        // The model's values would otherwise stay in memory as long as the ranks run.
         drop(model);
         Self::threads(devices, |world| {
             let mut fork = forks[world.rank()].lock().expect("no holder of the lock panics");
@@ -247,12 +248,14 @@ impl World {
             Choice::WithoutNccl(warning) => log::warn!("{warning}"),
             _ => {}
         }
+        // Tensors are exchanged without autodiff, so results are on the inner devices.
         let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
         let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
         let world = |rank: usize| {
             let comm = Communicator::new(engines[rank].clone());
             Ok(Self::new(comm, devices[rank].clone()))
         };
+        // All engines share the state of the world, so that any of them knows the rank.
         let failed = || engines[0].failed();
         on_threads(devices.len(), world, |rank, _| engines[rank].depart(), failed, run)
     }
@@ -601,6 +604,8 @@ where
     if let Some(any) = outcomes.iter().position(is_failure) {
         let unmade = unmade.into_inner().expect("no holder of the lock panics");
         // Of all errors, return the one that the others follow from.
+        // A rank that returned early is named, and has no error: then the first of the others is
+        // taken.
         let cause = unmade.or_else(failed).filter(|rank| is_failure(&outcomes[*rank]));
         outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }
@@ -637,6 +642,7 @@ fn check(devices: &[Device]) -> Result<()> {
         return Err(Error::usage("the devices are missing", "at least one device", "none", remedy));
     };
     let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
+    // Autodiff is a wrapper: a device with it and one without are of one backend.
     let kind = |device: &Device| backend(&device.clone().inner());
     match devices.iter().position(|device| kind(device) != kind(first)) {
         Some(rank) => Err(Error::Devices {
@@ -686,6 +692,7 @@ impl parameters::Map for Detach<'_> {
         if self.stay.contains(path) || self.error.is_some() {
             return param;
         }
+        // Initial values of another type than other ranks send would end in a mismatch of calls.
         if !self.is_alone {
             self.error = parameters::initialise(path, self.rank, &param).err();
         }

@@ -135,6 +135,7 @@ impl CustomOptimizers {
                 let expected = "an optimizer, by `MuonConfig::with_optimizer` (files have names)";
                 return Err(Error::setting(field(), "a name only", expected));
             }
+            // An optimizer that no rule names would train nothing, in silence.
             if !named.clone().any(|used| used == name) {
                 let expected = "a `RoutingRule::custom` that names it";
                 return Err(Error::setting(field(), "an optimizer without a rule", expected));

@@ -243,6 +243,7 @@ impl DistMuonConfig {
                 Publish::Now => MatrixOrder::Size,
                 Publish::AtFirstUse => MatrixOrder::Model,
             },
+            // Rounded up, so that no positive size becomes 0 bytes, which a plan rejects.
             bucket_bytes: (self.bucket_mb.unwrap_or(default) * 1e6).ceil() as usize,
             small_elements: self.small_elements,
         }

@@ -68,6 +68,8 @@ pub fn costs(
             let slowest = |all: Vec<Costs>| {
                 all.iter().fold(Costs::default(), |costs, other| costs.maximum(other))
             };
+            // Agreed on first: a rank whose device fails must not leave the others in the next
+            // call.
             world.combine_on_rank_0(&world.agree(local)?, slowest)
         }
     }
@@ -164,6 +166,7 @@ fn measure(
         (0..REPETITIONS).try_fold(f64::INFINITY, |least, _| Ok(least.min(run()?)))
     };
     let (one, two) = (time(1)?, time(2)?);
+    // Noise can make the second matrix cost less than nothing, or more than a batch of one.
     let each = (two - one).clamp(one / 10.0, one);
     Ok(ShapeCost { fixed: one - each, each })
 }
@@ -173,6 +176,7 @@ fn measure(
 /// A chirp, since random numbers would be drawn from the device's generator, and the parameters
 /// that a model draws later would depend on whether costs are measured.
 fn numbers(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
+    // Squares modulo a prime repeat only after that many elements.
     let number = |index: usize| ((index * index % 1_000_003) as f64 * 0.618_034).sin() as f32;
     let data = TensorData::new((0..elements).map(number).collect::<Vec<_>>(), [elements]);
     Tensor::from_data(data, (device, dtype))

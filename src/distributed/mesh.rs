@@ -147,6 +147,8 @@ impl Mesh {
         let mut groups: Vec<Vec<usize>> = ranks.collect();
         // The same groups may come from other colors. Sorted, they are found again.
         groups.sort_unstable();
+        // A panic leaves the list whole, since an entry is added in one call. The lock is never
+        // held during a call of the ranks.
         let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, group)) = known().0.iter().find(|(known, _)| *known == groups) {
             return Ok(group.clone());

@@ -145,6 +145,8 @@ impl<'a> Places<'a> {
                 Rule::Cut { .. } | Rule::Rows | Rule::Between(Placement::Owned) => {
                     (true, "a parameter whose path matches")
                 }
+                // A frozen parameter has no gradient, and lies on every rank unless a place owns
+                // it.
                 Rule::Between(_) | Rule::Partial { .. } => {
                     (false, "a trained parameter whose path matches")
                 }

@@ -72,6 +72,7 @@ impl Cuts {
                 factor *= named(mesh, axis).size() as f64;
                 all.partial.entry(found.path.clone()).or_default().push(axis.to_owned());
             }
+            // A factor of 1 is left out, so that a layout that changes no gradient `is_empty`.
             if factor != 1.0 {
                 all.factors.insert(found.path.clone(), factor);
             }

@@ -170,6 +170,7 @@ pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Train
                 settings,
             };
             let block = (!is_whole).then_some(index);
+            // The index that the parameter gets below, after its blocks.
             let model = all.model.len();
             all.trainable.push(TrainableParameter {
                 path,
@@ -236,6 +237,7 @@ fn slices_of_blocks(slice: Option<&Slice>, blocks: &Blocks) -> Vec<Option<Slices
     if blocks.count() == 1 {
         return vec![Some(slices.clone())];
     }
+    // Blocks are ranges of a batch of matrices, whatever number of dimensions the parameter has.
     let batch = batched(slices);
     blocks.ranges().map(|range| Some(batch.of_range(blocks.dimension(), range))).collect()
 }

@@ -61,6 +61,7 @@ impl ElementwiseConfig {
             Self::AdamW(AdamWConfig { beta_1, beta_2, .. }) => {
                 vec![("AdamW.beta_1", *beta_1), ("AdamW.beta_2", *beta_2)]
             }
+            // `beta_1` mixes a direction that is not stored, so no type is too coarse for it.
             Self::Lion(LionConfig { beta_2, .. }) => vec![("Lion.beta_2", *beta_2)],
         }
     }

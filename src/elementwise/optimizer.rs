@@ -146,6 +146,7 @@ impl Elementwise {
         let has_corrections = !self.update.rule.corrections().is_empty();
         let corrections = CORRECTIONS.map(|slot| match has_corrections {
             true => slots.take(slot.name),
+            // Lion reads none, and a tensor has to be there.
             false => rejected.zeros_like(),
         });
         let corrections = self.update.correct(corrections, &mask);
@@ -168,6 +169,7 @@ impl Elementwise {
 
 impl Resumable for Elementwise {
     fn problem<const D: usize>(&self, state: &ElementwiseState<D>) -> Option<String> {
+        // The first slot has one value for every element, and so the shape of the parameter.
         let first = self.update.rule.names()[0];
         let Some(shape) = state.slots.shape_of(first) else { return Some(missing(first)) };
         let batch = ElementwiseUpdate::batch(shape);

@@ -147,8 +147,10 @@ impl Exchange {
             }
             None => 0,
         };
+        // The other code base skips no step, and so counts those that were taken.
         let steps = time.saturating_sub(skipped);
         let data = match self.implementation {
+            // PyTorch's AdamW has its `step` as a float32 tensor, the two others as an integer.
             Implementation::Torch => TensorData::new(vec![steps as f32], [0_usize; 0]),
             Implementation::KellerJordan | Implementation::Dion => {
                 TensorData::new(vec![steps as i64], [0_usize; 0])

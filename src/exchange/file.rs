@@ -41,6 +41,7 @@ impl Source {
         let mut length = [0; LENGTH as usize];
         file.read_exact(&mut length).map_err(unreadable)?;
         let length = u64::from_le_bytes(length);
+        // Before memory is taken: of another kind of file, these eight bytes may be any number.
         if length > LARGEST_HEADER.min(size.saturating_sub(LENGTH)) {
             return Err(broken(format!(
                 "it is no safetensors file, or damaged: expected a header within {size} bytes, got \
@@ -53,6 +54,7 @@ impl Source {
             .map_err(|error| broken(format!("its header can't be read: {error}")))?;
         let start = LENGTH + length;
         let expected = start + metadata.data_len() as u64;
+        // A file that is cut off would otherwise fail only when its last tensor is read.
         if expected != size {
             return Err(broken(format!(
                 "it is cut off or damaged: expected {expected} bytes, got {size}"

@@ -72,6 +72,7 @@ impl Exchange {
                          change `Exchange::with_names`",
             });
         }
+        // No bytes wait for the writer, so that one tensor at a time is in memory.
         let to = (checkpoint.as_ref(), 0);
         let of_model = weights.iter().map(|taken| taken.planned.clone()).collect();
         let mut saving =
@@ -181,6 +182,7 @@ impl Exchange {
         differences: &mut Vec<Difference>,
     ) -> Result<(Contents, Vec<Taken>)> {
         let keys = self.implementation.keys();
+        // In most files, only AdamW's states have a count: the largest stands in for matrices.
         let most = saved.values().filter_map(|state| state.steps).max();
         let (mut contents, mut taken) = (Contents::default(), vec![]);
         for (found, state) in parameters.iter().filter_map(|p| Some((p, saved.get(&p.path)?))) {
@@ -205,6 +207,8 @@ impl Exchange {
             }
             let steps = state.steps.or(self.steps).or(most);
             let steps = steps.ok_or_else(|| self.unknown_steps(source, &found.path))?;
+            // Muon's states need a count of skipped steps. AdamW's are read as Burn's, which have
+            // none.
             if !state.is_adamw {
                 let name = format!("{id}.{}", SKIPPED.name);
                 let planned = Planned::new(name, DType::F32, vec![1], Some(id));

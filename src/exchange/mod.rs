@@ -198,6 +198,7 @@ impl Exchange {
     fn forms<M: Module>(&self, model: &M) -> Result<BTreeMap<String, Form>> {
         ensure_whole(model)?;
         let forms = forms::of(model, &self.rename);
+        // A second tensor of a name would replace the first in the file, in silence.
         let mut paths = BTreeMap::new();
         for (path, form) in &forms {
             if let Some(other) = paths.insert(&form.name, path) {

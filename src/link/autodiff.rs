@@ -44,6 +44,7 @@ macro_rules! with_backend {
                 type $backend = burn::backend::LibTorch;
                 Some($call)
             }
+            // With the features of all backends, nothing is left for it.
             #[allow(unreachable_patterns)]
             _ => None,
         }
@@ -83,6 +84,7 @@ pub(super) fn attach<const D: usize, const E: usize>(
     input: Tensor<D>,
     output: Tensor<E>,
 ) -> Tensor<E> {
+    // A device without autodiff has no strategy, and no backward pass.
     let Some(strategy) = input.gradient_checkpointing_strategy() else { return output };
     let device = input.device().inner();
     let attached = with_backend!(device.as_dispatch(), B => match strategy {

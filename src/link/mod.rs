@@ -100,6 +100,8 @@ impl Link {
         input: Tensor<D>,
         output: Tensor<E>,
     ) -> Tensor<E> {
+        // The operations that computed the output would otherwise have a backward pass of their
+        // own.
         autodiff::attach(self, input, output.without_autodiff())
     }
 }

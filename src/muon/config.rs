@@ -186,6 +186,8 @@ impl MuonConfig {
     /// The update of matrices.
     pub(super) fn update(&self) -> Result<MuonUpdate> {
         self.momentum.check()?;
+        // A schedule is checked by its extremes, so that no later step meets a rate that no run can
+        // use.
         let mut rates = self.weight_decay.rate().extremes();
         rates.try_for_each(|rate| ensure_size("weight_decay", rate))?;
         ensure_size("lr_factor", self.lr_factor)?;

@@ -125,7 +125,9 @@ impl Routing {
         &self,
         matrices: impl Fn(Muon) -> O,
     ) -> Result<ModuleOptimizer> {
+        // Before any group is made: Burn gives a gradient to the first parameter of an identity.
         self.ensure_first()?;
+        // One for all rules, so that the reasons of all refused states are in one message.
         let refusals = Refusals::new(self.updates().max_absent);
         let unknown = Unrouted::unknown(&refusals);
         let optim = ModuleOptimizer::from(Fallback).with_group(ParamGroup::all(), unknown, None);

@@ -191,6 +191,7 @@ impl Muon {
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        // Also here, since no routing has checked a rule that was built by hand.
         self.update.precision.ensure_stored(&self.parameter, &device)?;
         let is_first = state.is_none();
         let mut state = state.unwrap_or_else(|| self.new_state(batch, shape, dtype, &device));

@@ -130,6 +130,7 @@ impl<O: Optimizer> Optimizer for Split<O> {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let shape = parameter.dims();
         let cut = |tensor: Tensor<D>| self.blocks.cut(tensor.reshape([-1])).into_iter();
+        // Moved out, so that each block's step has the only reference to its state.
         let mut states = state.map(|SplitState(states)| states.into_iter());
         let each = cut(parameter).zip(cut(grad)).zip(self.blocks.batches()).zip(&self.rules);
         let (values, states) = each

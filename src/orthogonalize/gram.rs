@@ -48,6 +48,7 @@ fn accumulate_q(program: &mut Program, mut r: Value, schedule: &[Polynomial]) ->
             Some(q) if step == 1 => times(q, z, schedule[0][0] * a),
             Some(q) => times(q, z, a),
         }));
+        // After the last step, nothing reads `R`.
         if step + 1 < schedule.len() {
             let rz = program.push(times(r, z, a));
             r = program.push(times(rz, z, a));

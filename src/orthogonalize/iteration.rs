@@ -43,6 +43,7 @@ impl NewtonSchulzConfig {
         let restarts: Vec<_> = dtype
             .candidates()
             .iter()
+            // The search takes milliseconds, and the standard form has no restarts.
             .filter(|_| *form != IterationForm::Standard)
             .map(|dtype| (*dtype, restarts::choose(&schedule, *normalization, *dtype)))
             .collect();
@@ -213,6 +214,7 @@ impl NewtonSchulz {
     ) -> Tensor<3> {
         let device = batch.device();
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
+        // By the type before rounding, in which norms are taken.
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let over_norm =
             |dtype| norm_path.normalize(batch.cast(precise), norms, self.epsilon, dtype);

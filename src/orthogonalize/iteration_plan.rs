@@ -75,6 +75,7 @@ pub(super) struct Planner {
 impl Planner {
     /// The plan for matrices of a shape and type, without the name of the kernel.
     pub fn plan(&self, [m, n]: [usize; 2], given: DType, device: &Device) -> IterationPlan {
+        // Tall matrices are iterated from the other side, at the same cost.
         let (m, n) = (m.min(n), m.max(n));
         let dtype = self.dtype.resolve(device, given);
         let bytes = |elements: usize| {
@@ -106,6 +107,7 @@ impl Planner {
             single_kernel,
             operations: cost::gram(self.steps, restarts.len(), m, n, share),
             workspace: match single_kernel {
+                // `R`, `Z` and `Q` stay in shared memory.
                 true => standard.workspace,
                 false => bytes(cost::gram_memory(m, n)),
             },
@@ -113,6 +115,7 @@ impl Planner {
         });
         let pays = |gram: &IterationPlan| {
             let fits = gram.workspace <= LARGEST_WORKSPACE * m * n * given.size();
+            // Small products take less time than their launches, of which one kernel saves most.
             single_kernel || fits && gram.operations < standard.operations
         };
         match (self.form, gram) {

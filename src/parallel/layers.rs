@@ -55,6 +55,7 @@ impl RowLinear {
     /// Returns the outputs, `[..., outputs]`, the same on all ranks of the group, from this rank's
     /// slice of the inputs, `[..., inputs of the slice]`.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        // Without the bias, which every rank would add to the sum.
         let output = leave(linear(input, self.linear.weight.val(), None), &self.group);
         match &self.linear.bias {
             Some(bias) => output + bias.val().unsqueeze(),

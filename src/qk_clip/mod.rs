@@ -100,6 +100,7 @@ impl QkClip {
     /// [`Communicator`](crate::comm::Communicator)).
     pub fn factors_on(&self, world: &World, logits: &MaxLogits) -> Result<Factors<'_>> {
         let maxima = self.maxima(logits);
+        // The other ranks wait in the call below, which this one does not reach.
         let maxima = maxima.inspect_err(|error| world.comm().fail(&error.to_string()))?;
         let ([heads], ranks) = (maxima.dims(), world.size());
         // The engines have sums, and no maximum.
@@ -154,6 +155,7 @@ impl QkClip {
             .attentions()
             .map(|(path, heads)| self.maxima_of(path, heads, logits))
             .collect::<Result<_>>()?;
+        // Attentions may lie on several devices, and their maxima are one tensor.
         let device = all.first().expect("the rules have found an attention").device();
         let all = all.into_iter().map(|maxima| maxima.to_device(&device));
         Ok(Tensor::cat(all.collect(), 0))

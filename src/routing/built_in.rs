@@ -40,6 +40,7 @@ impl<'a> Anatomy<'a> {
             layers.iter().map(|(index, layer)| (layer.weight.weight(), index)).collect();
         let recurrences = recurrences(parameters);
         let mut mixers = attention(parameters);
+        // Not the whole model: all layers would be inside of it, and none could be a head.
         mixers.extend(recurrences.iter().filter(|path| !path.is_empty()));
         let mut anatomy = Self {
             parameters,
@@ -182,6 +183,8 @@ impl<'a> Anatomy<'a> {
         let Some(depth) = weight.fields.len().checked_sub(2) else { return false };
         let name = &weight.fields[depth].name;
         names::is_fused(name)
+            // The `in_proj` of a state space has several outputs side by side; elsewhere the name
+            // says nothing.
             || name == "in_proj" && self.recurrences.contains(weight.module(depth))
     }
 
@@ -192,6 +195,7 @@ impl<'a> Anatomy<'a> {
         layout: MatrixLayout,
     ) -> (ParameterRole, String) {
         let module = parameter.module(parameter.fields.len().saturating_sub(1));
+        // As above, names before shapes: a stack of biases has the shape of a matrix.
         let (role, reason) = if names::is_bias(parameter.name()) {
             (ParameterRole::Vector, "named as a bias")
         } else if names::is_learned_input(parameter.name()) {
@@ -214,6 +218,7 @@ impl<'a> Anatomy<'a> {
     /// The stack of matrices in the same module whose outputs a parameter may be added to.
     fn matrices_of_biases(&self, parameter: &Found, module: &str) -> Option<&Found> {
         let depth = parameter.fields.len().checked_sub(1)?;
+        // Biases may have dimensions of 1, by which they are added to every item of a batch.
         let without_ones = |shape: &[usize]| -> Vec<usize> {
             shape.iter().copied().filter(|size| *size > 1).collect()
         };
@@ -241,8 +246,11 @@ impl<'a> Anatomy<'a> {
         let named = self.named_heads();
         for &(weight, name) in &named {
             let layer = self.by_weight.get(weight).map(|index| self.layers.get(*index));
+            // `output` says less than the other names: the last layer before a tied head may have
+            // it, too.
             match layer.filter(|_| name == OUTPUT) {
                 Some(layer) if self.is_tied(layer) => _ = tied.insert(weight),
+                // A head mostly changes the width, so that this one is a guess.
                 Some(layer) if layer.inputs == layer.outputs => {
                     heads.insert(weight, "output head? (named `output`)");
                 }
@@ -290,12 +298,14 @@ impl<'a> Anatomy<'a> {
             });
             heads.extend(named.map(|depth| (depth, parameter)));
         }
+        // With attention inside, a field is a block, whatever its name.
         heads.retain(|(depth, parameter)| !self.has_mixer(parameter.module(*depth), *depth));
         // A head inside of a block, such as one of attention, is not the model's.
         let min_depth = heads.iter().map(|(depth, _)| *depth).min();
         heads.retain(|(depth, _)| Some(*depth) == min_depth);
         let is_certain =
             |(depth, parameter): &(usize, &Found)| parameter.fields[depth - 1].name != OUTPUT;
+        // At one depth, `output` next to a head's name is something else.
         if heads.iter().any(is_certain) {
             heads.retain(is_certain);
         }
@@ -324,7 +334,9 @@ impl<'a> Anatomy<'a> {
                 let (module, depth) = (weight.module(above + 1), above + 1);
                 if names::is_one_of_the_outputs(&field.name)
                     && !weight.in_stack(depth)
+                    // Each module once, whichever of its layers is met first.
                     && seen.insert(module)
+                    // Next to keys, `value` and `q` are projections of attention.
                     && !self.has_keys(weight.module(above), above)
                 {
                     outputs.extend(self.outputs_of(module, depth));
@@ -375,6 +387,7 @@ impl<'a> Anatomy<'a> {
     fn last(&self, takes_data: &[bool], has_heads: bool) -> Option<(usize, &'static str)> {
         let followers = |index| self.layers.followers(index, takes_data);
         let is_modulation = |weight: &Found| named(weight).any(names::is_modulation);
+        // A modulation scales other layers, and is never the output, even if its field is the last.
         let layers = || self.dense().rev().filter(|(_, layer)| !is_modulation(layer.weight));
         let (last, layer) = layers().next()?;
         if layer.kind == Kind::Convolution
@@ -390,6 +403,7 @@ impl<'a> Anatomy<'a> {
         let is_inside = || {
             followers(last).any(|other| match other.kind {
                 Kind::Convolution => !(ends_map && is_earlier(other)),
+                // Without any head, the last `Linear` is one even if its width fits another layer.
                 _ => has_heads,
             })
         };
@@ -409,6 +423,7 @@ impl<'a> Anatomy<'a> {
         let is_last_of_stack = || match self.layers.stack(index) {
             Some(stack) if self.layers.is_chain(stack) => {
                 let layer = self.layers.get(index);
+                // A chain of one width is made of hidden layers: a head changes the width.
                 stack.last() == Some(&index) && layer.inputs != layer.outputs
             }
             // Side by side, and wide: experts rather than outputs.
@@ -505,6 +520,8 @@ fn attention(parameters: &[Found]) -> HashSet<&str> {
 fn recurrences(parameters: &[Found]) -> HashSet<&str> {
     let of = |parameter: &'_ Found| {
         let fields = parameter.fields.iter().enumerate();
+        // The innermost such field: the module around it is the recurrence, and not every one
+        // above.
         let depth = fields.rev().find(|(_, field)| names::is_recurrence(&field.name));
         depth.map(|(depth, _)| depth)
     };
@@ -535,6 +552,7 @@ fn is_matrix(parameter: &Found) -> bool {
 fn is_row_or_column(parameter: &Found) -> bool {
     let above_one = |shape: &[usize]| shape.iter().filter(|size| **size > 1).count();
     above_one(&parameter.shape) < 2
+        // Flattened, such a weight is a single row.
         || is_convolution(parameter.holder()) && parameter.shape.first() == Some(&1)
 }
 

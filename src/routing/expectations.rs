@@ -79,6 +79,7 @@ pub(crate) struct Stepped<'a> {
 impl Stepped<'_> {
     /// Returns `true` if Muon has updated it, as far as this rank knows.
     fn has_run(&self) -> bool {
+        // A rank that owns none of its matrices can't tell; their owners can.
         self.is_muon && self.is_present && (self.owned == 0 || self.iterations > 0)
     }
 }
@@ -96,6 +97,7 @@ impl Expected {
             match expectation {
                 Expectation::MuonShare(share) => {
                     ensure_share(*share, routes)?;
+                    // The largest of several: where it holds, all do.
                     let share = expected.share.map_or(*share, |other| other.max(*share));
                     expected.share = Some(share);
                 }
@@ -131,7 +133,9 @@ impl Expected {
     ///
     /// [`Error::Unexpected`].
     pub fn check(&self, step: &[Stepped<'_>], rank: usize) -> Result<()> {
+        // First, since only a fault of this crate can violate it, from which the others may follow.
         for each in step.iter().filter(|_| self.once) {
+            // Without a gradient on any rank, nothing is to be orthogonalised.
             let owned = if each.is_present { each.owned } else { 0 };
             ensure_once(each.path, Some(rank), owned, each.iterations)?;
         }
@@ -210,6 +214,7 @@ fn ensure_share(share: f64, routes: &[ParameterRoute]) -> Result<()> {
         return Ok(());
     }
     let rest = |route: &&ParameterRoute| elements(route) - elements_of_muon(route);
+    // The parameter with which the share would rise most.
     let largest = routes.iter().max_by_key(rest).expect("a model has parameters");
     Err(Error::Unexpected {
         parameter: largest.path.clone(),

@@ -57,6 +57,8 @@ impl<'a> Layer<'a> {
             [inputs, outputs] if holder == "Linear" => (Kind::Linear, inputs, outputs),
             [first, second, _, ..] if is_convolution(holder) => {
                 let divides = |width: usize| width > 1 && first.is_multiple_of(width);
+                // One channel may also be a grey image: depthwise only behind a layer with as many
+                // outputs, or with a divisor of them.
                 if second == 1 && earlier.iter().any(|layer| divides(layer.outputs)) {
                     (Kind::Depthwise, first, first)
                 } else if is_transposed(holder) {
@@ -133,7 +135,9 @@ impl<'a> Layers<'a> {
                 _ => others.push(stack),
             }
         }
+        // One element of several layers makes the list a stack of blocks.
         stacks.retain(|stack, _| !others.contains(stack));
+        // The map of elements has lost the order of the fields.
         stacks.values_mut().for_each(|layers| layers.sort_unstable());
         Self { all, stacks }
     }
@@ -170,6 +174,7 @@ impl<'a> Layers<'a> {
         let takes_data = |(index, layer): (usize, &Layer<'_>)| {
             let mut others = self.iter().filter(|(other, _)| *other != index);
             let may_feed = |(other, before): (usize, &Layer<'_>)| {
+                // Embeddings take no outputs: they come first, wherever their fields are.
                 let is_earlier = other < index || before.kind == Kind::Embedding;
                 let is_alone = before.outputs == layer.inputs;
                 // A layer alone, as in attention, has others of its width next to it.

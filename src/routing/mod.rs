@@ -316,6 +316,8 @@ impl Updates {
         let blocks = Blocks::new(batch, route.block_side.dimension(layout), &route.blocks);
         for (index, batch @ [k, m, n]) in blocks.batches().enumerate() {
             let matrices = Matrices { shape: [m, n], layout };
+            // A rule of Muon's has no settings for AdamW, so the configuration's hold for what it
+            // leaves.
             let (batch, slots) = match left.contains(&index) {
                 true => (ElementwiseUpdate::batch(&batch), self.rest[0].slots(*dtype)),
                 false => {
@@ -376,6 +378,7 @@ impl Routing {
             parameters.iter().map(|found| (found, anatomy.role(found, layout))).collect();
         name_frozen_clones(&mut built_in);
         let roles: Vec<_> = built_in.iter().map(|(found, (role, _))| (*found, *role)).collect();
+        // After the built-in roles, to which a rule may be limited.
         let rules = Rules::compile(rules, &roles)?;
         let decide = |(found, (role, reason)): (&Found, (ParameterRole, String))| {
             let own = OwnSettings::NONE;
@@ -384,6 +387,7 @@ impl Routing {
             ruled.flatten().unwrap_or(built_in)
         };
         let decisions: Vec<_> = built_in.into_iter().map(decide).collect();
+        // Before the routes, whose error would name the first of these parameters alone.
         shapes_without_view::ensure_views(parameters.iter().zip(&decisions))?;
         let routes = parameters.iter().zip(decisions);
         let routes = routes.map(|(found, decision)| updates.route(found, &decision));

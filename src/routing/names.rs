@@ -50,12 +50,14 @@ pub const OUTPUT: &str = "output";
 
 /// Returns `true` for the name of an output head.
 pub fn is_head(name: &str) -> bool {
+    // The head of GPT-NeoX is named `embed_out`.
     name == "embed_out" || name == OUTPUT || HEADS.contains(&last_word(name))
 }
 
 /// Returns `true` for the name of one of several outputs: the words in it are [`OUTPUTS`], or
 /// [`NEUTRAL`] ones next to them, or the last word is a prediction.
 pub fn is_one_of_the_outputs(name: &str) -> bool {
+    // A number between underscores, as in `q_1`, is no word.
     let words = || name.split('_').map(without_digits).filter(|word| !word.is_empty());
     let is_output = |word: &str| OUTPUTS.contains(&word);
     let is_prediction = |word: &str| word.starts_with("pred") || word.starts_with("logit");
@@ -76,6 +78,7 @@ pub fn is_modulation(name: &str) -> bool {
 
 /// Returns `true` for the names of queries.
 pub fn is_query(name: &str) -> bool {
+    // A fused projection has both queries and keys, and so makes its module an attention by itself.
     has_word(name, &["q", "query", "queries", "wq", "qkv", "wqkv"])
 }
 
@@ -93,6 +96,7 @@ pub fn is_attention(name: &str) -> bool {
 /// time steps and decays of state spaces, and the receptance and decays of RWKV.
 pub fn is_recurrence(name: &str) -> bool {
     let words = |all: &[&str]| all.iter().all(|word| has_word(name, &[word]));
+    // Such as `dt_proj` and `A_log` of Mamba, and `time_decay` of RWKV.
     has_word(name, &["dt", "lambda", "receptance"])
         || [["a", "log"], ["log", "step"], ["time", "decay"]].iter().any(|all| words(all))
 }
@@ -105,6 +109,7 @@ pub fn is_fused(name: &str) -> bool {
 
 /// Returns `true` for the names of embeddings.
 pub fn is_embedding(name: &str) -> bool {
+    // An unembedding is a head.
     has_word(name, &["emb", "wte", "wpe"]) || name.contains("embed") && !name.contains("unembed")
 }
 
@@ -146,6 +151,7 @@ pub fn is_lora(name: &str) -> bool {
 
 /// Returns `true` if a name has one of these words between its underscores.
 fn has_word(name: &str, words: &[&str]) -> bool {
+    // By whole words, since `q` and `emb` are also parts of others, and in any case, as `A_log`.
     name.split('_').any(|word| words.iter().any(|other| word.eq_ignore_ascii_case(other)))
 }
 

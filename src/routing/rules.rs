@@ -196,6 +196,8 @@ impl RoutingRule {
 
     /// Returns `true` if the rule is for parameters of a built-in role.
     fn is_for(&self, built_in: ParameterRole) -> bool {
+        // By index: with `==`, the view and the layout in the rule's role would have to fit as
+        // well.
         self.role.is_none_or(|role| role.index() == built_in.index())
     }
 }

@@ -28,6 +28,7 @@ impl OwnSettings<'_> {
     pub fn describe(&self, rest: Option<&ElementwiseUpdate>) -> String {
         let rate = |factor: f64| (factor != 1.0).then(|| format!("{factor} x rate"));
         let momentum = self.momentum.map(|momentum| {
+            // The value after a warm-up, at which most steps are taken.
             let mu = momentum.momentum.at(momentum.momentum.settled());
             format!("momentum {mu}")
         });
@@ -62,6 +63,8 @@ impl Updates {
             other.lr_factor == update.lr_factor
                 && other.momentum == update.momentum
                 && other.weight_decay == update.weight_decay
+                // Equal values may become different: `set_momentum` leaves a rule's own values as
+                // they are.
                 && of(other) == of(update)
         })
     }
@@ -72,6 +75,7 @@ impl Updates {
         let ElementwiseUpdate { precision, policy, clipping, ledger, .. } = &*self.rest[0];
         let update = config.update(*precision, *policy, clipping.as_ref(), ledger.clone());
         position_or_push(&mut self.rest, update, |other, update| {
+            // All else is taken from the configuration, and equal.
             other.rule == update.rule
                 && other.weight_decay == update.weight_decay
                 && other.roles == update.roles

@@ -77,6 +77,8 @@ impl Kind {
         // A spectral convolution multiplies frequencies, and is none.
         if has("conv") && !FREQUENCIES.iter().any(|word| has(word)) {
             Self::Convolution
+        // A dimension of 1 is there to broadcast: without it, these are at most a vector for every
+        // index.
         } else if found.shape.iter().filter(|size| **size > 1).count() < 3 {
             Self::Vectors
         } else if FREQUENCIES.iter().any(|word| has(word)) {
@@ -91,6 +93,7 @@ impl<'a> Group<'a> {
     fn of(found: &'a Found) -> Self {
         let above = &found.fields[..found.fields.len().saturating_sub(1)];
         let name = |field: &Field| match field.is_index() {
+            // One rule for all layers of a list.
             true => r"\d+".to_owned(),
             false => regex::escape(&field.name),
         };

@@ -215,6 +215,8 @@ impl WholeOptimizer {
         Decision { flag, read }: Decision,
     ) -> (BridgeTensor, Option<DynState>) {
         match self {
+            // Read here, parameter by parameter, only where a step has not read all decisions at
+            // once.
             Self::Any(optimizer) => match read.unwrap_or_else(|| flag.into_scalar::<f32>() > 0.0) {
                 true => (tensors.values, state),
                 false => optimizer.step_dyn(rank, lr, tensors.values, tensors.gradient, state),
@@ -269,9 +271,12 @@ impl<O: LayerOptimizer> DynLayerOptimizer for O {
                 Some(state) => state.downcast::<O::State<D>>(),
                 None => self.initial(&values),
             };
+            // The old values and the old state are kept, since only the device knows whether the
+            // step is rejected.
             let (new_values, new) = self.step(lr, values.clone(), gradient, Some(old.clone()));
             let state = match new {
                 Some(new) => O::keep(rejected, old, new),
+                // An optimizer that returns no state leaves it as it was.
                 None => old,
             };
             let values = rejected.keep(values, new_values);

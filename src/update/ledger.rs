@@ -111,6 +111,7 @@ impl Entries {
     /// Adds an update that is not Muon's.
     pub fn add(&mut self, parameter: &str, by: UpdatedBy) {
         let entry = Entry { by, iterations: 0, iteration: None };
+        // An entry that is there stays: a parameter may be updated in several parts.
         self.by_name.entry(parameter.to_owned()).or_insert(entry);
     }
 
@@ -121,6 +122,7 @@ impl Entries {
         (shape, device): ([usize; 3], &Device),
         parameters: impl Iterator<Item = (&'a str, usize)>,
     ) {
+        // Only on request, since the name of a kernel may need it compiled and verified.
         let iteration = self.has_details.then(|| IterationUsed::of(plan, shape, device));
         for (parameter, matrices) in parameters {
             let entry = Entry { by: UpdatedBy::Muon, iterations: 0, iteration: None };

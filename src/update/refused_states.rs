@@ -153,6 +153,7 @@ impl Refusals {
         }
         let missing = Difference::no_state(parameter);
         refused.states.insert(parameter.to_owned(), missing);
+        // The next line takes the lock again.
         drop(refused);
         Err(self.error())
     }
@@ -335,6 +336,7 @@ impl DynOptimizer for Unrouted {
         source: &mut StateSource,
         _device: &Device,
     ) -> Option<DynState> {
+        // The question of a checkpoint, which optimizer this is: see `is_of_init`.
         if source.take_scalar(prefix, OF_INIT).is_some() {
             return Some(DynState::create((), rank));
         }

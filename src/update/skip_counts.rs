@@ -193,6 +193,7 @@ impl SkippedSteps {
         let new = || Place { entry: Some(self.lock().new_entry()), steps: 0 };
         let place = Place { steps: 0, ..reserved.unwrap_or_else(new) };
         let counts = Kept::new(counts);
+        // Before the lock is taken, since this waits for the device.
         let seen = counts.values();
         let in_a_row = vec![0; seen.len()];
         let entry = StateCounts { names, counts: Some(counts), seen, times, in_a_row };

@@ -103,6 +103,7 @@ impl StepSize {
             WeightDecay::Decoupled(_) => (lr, false),
             WeightDecay::Cautious(_) => (lr, true),
             WeightDecay::CautiousScaled(_) => (scaled, true),
+            // At a rate of 1, since this decay does not follow the learning rate.
             WeightDecay::Independent(_) => (1.0, false),
             WeightDecay::SquaredRate(_) => (lr * lr, false),
             // The first has been added to the gradient, and the second comes after the parts.

@@ -134,6 +134,7 @@ fn vector_size(
     lengths: impl Iterator<Item = usize> + Clone,
 ) -> usize {
     let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
+    // A vector across the end of a row would mix two rows.
     let divides = |size: &usize| lengths.clone().all(|length| length.is_multiple_of(*size));
     client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
 }

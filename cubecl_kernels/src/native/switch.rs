@@ -123,6 +123,7 @@ impl Native {
             return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
         }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        // A cluster of two blocks needs a place: see `Grid::fastest`.
         if multiprocessors < 2 {
             return Err(Refusal("the device has one multiprocessor".to_owned()));
         }
@@ -146,6 +147,7 @@ impl Native {
             Ok((exact, fault)) => (native.shapes, native.fault) = (exact, fault),
             Err(fault) => return Err(native.given_up(fault)),
         }
+        // Verified kernels neither read the clock nor give up.
         native.patience = 0;
         native.library = CublasLt::open();
         if native.library.is_ok()

@@ -167,6 +167,7 @@ impl Grid {
         // Groups of multiprocessors that have clusters together.
         let places = multiprocessors / shape.cluster;
         let (rounds, rest) = (all / places, all % places);
+        // A small matrix is never cut, so that its bits do not depend on the batch that it is in.
         let is_alone = product.batch == 1 && fills(product, multiprocessors);
         let most_parts = match rest {
             1.. if is_alone && rounds > 0 => (places / rest).min(slices),
@@ -192,6 +193,8 @@ impl Grid {
             let multiplied = (rounds as f64 + 1.0 / parts) * slices;
             return launch + multiplied * slice + all_rounds * tile + cut + parts * part;
         }
+        // In a single round, a multiprocessor has one block instead of two, which multiplies
+        // faster.
         if all_rounds == 1.0 && self.shape.blocks_of_multiprocessor() > 1 {
             return launch + slices * LONE_SLICE;
         }
@@ -233,6 +236,7 @@ impl Product {
         };
         let result = |address, in_box| Boxed { address, sizes: [n, m], in_box: [PANEL, in_box] };
         let [of_a, of_b] = self.layout.inner_is_contiguous();
+        // A tensor map needs an address, also where nothing is copied by it.
         let d = self.addend.map_or(self.c, |(d, _)| d);
         [
             factor(self.a, m, HEIGHT, of_a),

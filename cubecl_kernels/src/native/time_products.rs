@@ -76,6 +76,7 @@ impl Native {
         }
         for _ in 0..ROWS {
             for row in &mut rows {
+                // Kernels take turns, so that a change of the clock rate reaches all of them.
                 row.least = row.least.min(seconds(self, &row.queued, row.length)?);
             }
         }

@@ -27,6 +27,7 @@ impl AdamWOps for CubeBackend {
         [beta_1, beta_2, epsilon]: [f32; 3],
         scaled: bool,
     ) -> (TensorList<Self>, Float, Float) {
+        // Whoever else reads these buffers keeps the old values.
         let parameters: Vec<_> = parameters.0.into_iter().map(unshared).collect();
         let [first, second] = [moment_1, moment_2].map(unshared);
         let [rejected, c1, c2, factor] =

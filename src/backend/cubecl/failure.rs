@@ -63,6 +63,7 @@ impl From<ServerError> for Failure {
             }
             other => {
                 let words = other.to_string();
+                // CubeCL appends its backtrace, which says nothing to a user.
                 let reason = words.split("\nBacktrace").next().unwrap_or_default().to_owned();
                 Self { reason, is_memory: false }
             }

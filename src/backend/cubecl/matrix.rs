@@ -58,6 +58,8 @@ const MAX_SMALL_ROWS: usize = 64;
 pub(crate) fn max_small_rows(device: &CubeDevice) -> usize {
     let client = device.client();
     match units::are_threads(&client.properties().hardware) {
+        // Units that are threads take longer to wait for each other than to multiply: see
+        // `docs/design/kernels.md`.
         true => 0,
         false => gram::max_rows(&client).min(MAX_SMALL_ROWS),
     }

@@ -41,6 +41,7 @@ impl Operands {
 
     /// `alpha A B^T + beta C`, which is symmetric.
     pub fn symmetric(a: &Float, b: &Float, alpha: f32, addend: Option<(&Float, f32)>) -> Self {
+        // A view with other strides: nothing is transposed in memory.
         Self::new(a, matrices(b.clone()).transposed(), alpha, addend, Triangle::Lower)
     }
 

@@ -43,6 +43,7 @@ impl StepOps for CubeBackend {
         nesterov: bool,
         scaled: bool,
     ) -> (Float, Float, Float) {
+        // Advanced in place; a copy is made where a second reference still reads the old one.
         let momentum = unshared(momentum);
         let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
         let (of, grads) = (batch(&momentum), grads.0);
@@ -77,6 +78,7 @@ impl StepOps for CubeBackend {
         steps: Vec<ParameterStep>,
         first_diverged: usize,
     ) -> TensorList<Self> {
+        // The kernel reads directions in their type, which may be another than the parameters'.
         let of_direction = direction.dtype;
         let direction = contiguous(direction, of_direction);
         let [rejected, diverged] = [rejected, diverged].map(|x| contiguous(x, DType::F32));

@@ -25,6 +25,7 @@ pub(in crate::backend) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
     let usage = TypeUsage::Buffer | TypeUsage::Conversion;
+    // WebGPU guarantees eight storage buffers, fewer than the kernels bind.
     properties.hardware.max_bindings as usize >= MAX_BUFFERS
         && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)

@@ -118,6 +118,7 @@ impl Operands {
         let height = m.div_ceil(blocks).next_multiple_of(BLOCK_ALIGNMENT).min(m);
         for start in (0..m).step_by(height) {
             let end = (start + height).min(m);
+            // Up to the diagonal; `mirror` fills in the rest.
             let columns = if blocks == 1 { n } else { end };
             let lhs = self.part(&self.lhs, start, [k, end - start, self.lhs.shape[2]]);
             let rhs = self.part(&self.rhs, 0, [k, self.rhs.shape[1], columns]);

@@ -31,6 +31,7 @@ impl AdamWOps for Flex {
         let step = |((parameter, grad), row): ((Float, Float), ElementwiseRows)| {
             let ElementwiseRows { flag, first: start, .. } = row;
             let (decay, lr) = (row.decay as f32, row.lr as f32);
+            // Before anything is written: the moments of the parameter stay as well.
             if rejected[flag] != 0.0 {
                 return parameter;
             }

@@ -87,6 +87,7 @@ impl<A: Pieces, B: Pieces> Pieces for (A, B) {
     type Piece = (A::Piece, B::Piece);
 
     fn count(&self) -> usize {
+        // As many as `zip` yields.
         self.0.count().min(self.1.count())
     }
 

@@ -31,6 +31,7 @@ pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: D
         return;
     }
     let parts = if count == 1 { 1 } else { most_parts(program, shape).min(count) };
+    // Small matrices are taken together, so that a part is worth a thread.
     let least = PIECE.div_ceil(elements * shape[0].min(shape[1]));
     let of_part = count.div_ceil(parts).max(least);
     let iteration = Iteration { program, shape, dtype, side_by_side: count.div_ceil(of_part) };
@@ -156,6 +157,7 @@ impl Iteration<'_> {
                 symmetric_product(factors, result, self.side_by_side);
             }
             Step::Symmetric { alpha, beta, .. } => {
+                // The product is added to it, so that there is one pass over the result less.
                 set(result, &operands[2], |c| c * beta as f32);
                 let (a, b) = (symmetric(0), symmetric(1).transpose());
                 let factors = Factors { a, b, alpha: alpha as f32, accum: Accum::Add };
@@ -185,6 +187,7 @@ impl Iteration<'_> {
             }
         }
         match self.dtype {
+            // As if the result were stored in its type, from which the next step reads it.
             DType::F16 => result.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
             DType::BF16 => result.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
             _ => {}

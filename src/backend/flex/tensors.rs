@@ -36,6 +36,7 @@ pub(super) fn rounded(tensor: FloatTensor<Flex>, dtype: DType) -> FloatTensor<Fl
 /// The float32 tensor with its elements in order and nothing else in its buffer.
 pub(super) fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
     let elements = tensor.shape().num_elements();
+    // A contiguous slice of a larger buffer has elements of others in its storage.
     if tensor.is_contiguous() && tensor.storage::<f32>().len() == elements {
         tensor
     } else {

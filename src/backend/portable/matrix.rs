@@ -140,6 +140,7 @@ pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
         DType::F64 => f64::MIN_POSITIVE,
         _ => f32::MIN_POSITIVE.into(),
     };
+    // At least the smallest normal number, so that a matrix of zeros stays one.
     let size = x.clone().abs().max_dim(2).max_dim(1).clamp_min(smallest);
     let x = x / size.clone();
     let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);

@@ -18,6 +18,7 @@ pub fn reject<const D: usize>(
     let rejected =
         usable.reshape([rows, tensor.shape().num_elements() / rows]).all_dim(1).bool_not();
     let range = flag..flag + rows;
+    // The larger of both: a flag that is set stays set.
     let new = ones_where(rejected).reshape([rows]).max_pair(flags.clone().slice([range.clone()]));
     flags.slice_assign([range], new)
 }

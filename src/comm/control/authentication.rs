@@ -118,6 +118,7 @@ fn mac(side: Side, challenge: &Challenge, hello: &Hello, secret: &[u8]) -> Hmac<
         Side::Rank0 => b"rank 0",
     });
     mac.update(&challenge.nonce);
+    // The nonces of both sides, so that neither proof fits another connection.
     mac.update(&hello.nonce);
     mac.update(&(hello.rank as u64).to_le_bytes());
     mac.update(&(hello.size as u64).to_le_bytes());

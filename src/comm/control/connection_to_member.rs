@@ -62,11 +62,13 @@ impl Peer {
             let written = match self.stream.write_vectored(&slices) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(written) => written,
+                // The poll reports the connection again when it takes bytes.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => return Err(error),
             };
             sent.fetch_add(written as u64, Ordering::Relaxed);
+            // A write may end inside any frame, and the next one continues there.
             self.written += written;
             while let Some(frame) = self.outgoing.front()
                 && self.written >= frame.len()

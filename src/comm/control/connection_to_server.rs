@@ -377,6 +377,8 @@ impl Shared {
     /// Handles a message of rank 0.
     fn handle(&self, content: &[u8]) -> std::io::Result<()> {
         let (reply, payload) = parse(content)?;
+        // Held for a failure as well: a thread between its check and its sleep would miss the
+        // notification.
         let mut answers = self.answers();
         match reply {
             Reply::Heartbeat => return Ok(()),
@@ -397,6 +399,7 @@ impl Shared {
     /// another one was first.
     fn connection_lost(&self, reason: String) -> Failure {
         let cause = format!("the connection to it was lost: {reason}");
+        // Under the lock, so that no thread goes to sleep between its check and the notification.
         let answers = self.answers();
         let failure = self.failure.get_or_init(|| Failure::Peer { rank: 0, cause }).clone();
         drop(answers);

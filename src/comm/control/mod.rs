@@ -191,6 +191,8 @@ impl Control {
     /// Numbers an external call. All members of the group begin the same external calls in the same
     /// order.
     pub fn begin_call(&self, call: impl ToString) -> ExternalCall {
+        // Before any wait: a rank is blocked once all of its callers wait, and this thread is one
+        // now.
         self.link.note_caller();
         let number = self.external_calls.fetch_add(1, Ordering::SeqCst);
         ExternalCall { number, call: protocol::bounded(call.to_string(), MAX_CALL) }
@@ -211,6 +213,8 @@ impl Control {
         let start = Instant::now();
         let report_after = self.link.report_after();
         let mut reported = None;
+        // Before the failure of the world is looked at, which does not undo a call that has
+        // finished.
         while !finished()? {
             self.check()?;
             let waited = start.elapsed();
@@ -225,6 +229,8 @@ impl Control {
     fn report_wait(&self, call: &ExternalCall, waited: Duration) -> ReportedWait<'_> {
         let key = (self.group, call.number);
         self.link.notify(&Request::Wait { key, call: call.call.clone(), waited });
+        // After the message: rank 0 has to know the call before it learns that this rank is blocked
+        // in it.
         let _waiting = self.link.waits_at(WaitPoint::ExternalCall(key));
         ReportedWait { link: &self.link, key, _waiting }
     }

@@ -186,6 +186,7 @@ pub fn frame<T: Serialize>(message: &T, payload: &[&[u8]]) -> Result<Frame, usiz
     // A length of four bytes, the message, and the payload as it is: large payloads are not
     // encoded.
     let mut frame = Vec::with_capacity(4 + length);
+    // The length fits, since `MAX_MESSAGE` is far below 2^32.
     frame.extend((length as u32).to_le_bytes());
     frame.extend(message);
     payload.iter().for_each(|part| frame.extend_from_slice(part));
@@ -245,6 +246,7 @@ impl Incoming {
     pub fn take_frame(&mut self) -> io::Result<Option<Vec<u8>>> {
         let Some((length, rest)) = self.bytes.split_first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
+        // Before the content arrives, so that the memory for it stays within the limit.
         if length > self.limit {
             return Err(invalid(message_too_long(self.limit, length)));
         }

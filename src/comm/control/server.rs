@@ -231,6 +231,7 @@ impl Service {
     /// Returns `true` if all ranks that have joined have departed, and all frames are sent.
     fn is_finished(&self) -> bool {
         let mut peers = self.peers.iter().flatten();
+        // Strangers are not waited for, which could otherwise keep rank 0 from its end.
         self.members == 0 && peers.all(|peer| matches!(peer.role, Role::Unauthenticated(_)))
     }
 
@@ -240,6 +241,7 @@ impl Service {
 
     /// Accepts the connections that wait, and sends each a challenge.
     fn accept(&mut self) {
+        // Until none waits: the poll reports a listener once, however many connections there are.
         while self.accepting {
             match self.listener.accept() {
                 // Dropped, which closes the connection. A rank tries again.
@@ -280,6 +282,7 @@ impl Service {
         }
         self.unauthenticated += 1;
         self.peers[slot] = Some(Peer::new(stream, challenge));
+        // The challenge is written at once, since the process says nothing before it has it.
         self.serve(slot);
         Ok(())
     }
@@ -288,6 +291,7 @@ impl Service {
     fn serve(&mut self, slot: usize) {
         let mut out = Outbox::new();
         let mut open = self.receive(slot, &mut out);
+        // Also after an error: these answers are for ranks whose connections are well.
         for (rank, frame) in out {
             self.send(rank, frame);
         }
@@ -375,6 +379,8 @@ impl Service {
             return Err("it has been admitted already".into());
         };
         let ServerConfig { size, secret, .. } = &self.config;
+        // First of all checks: whoever does not know the secret must neither end the world nor
+        // learn of its ranks.
         if !hello.is_authentic(challenge, secret) {
             return Err("the secret in DISTMUON_SECRET differs from rank 0's".into());
         }
@@ -389,6 +395,7 @@ impl Service {
         } else {
             format!("another process is rank {} already", hello.rank)
         };
+        // In a complete world no rank waits for this process, which is refused alone.
         if self.not_joined > 0 {
             self.board.fail(hello.rank, reason.clone());
         }

@@ -54,6 +54,7 @@ impl Mpi {
     /// of the launcher, [`Error::Rendezvous`] if the ranks can't connect to each other.
     pub fn connect(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let library = Library::load(launch.rank)?;
+        // A duplicate, whose messages can't be taken for those that a program sends by itself.
         let world = library.universe.world().duplicate();
         let (rank, size) = (world.rank() as usize, world.size() as usize);
         if (rank, size) != (launch.rank, launch.world_size) {
@@ -85,6 +86,7 @@ impl Mpi {
     /// MPI.
     fn agree_on_endpoint(comm: &RawCommunicator, rank: usize) -> Result<(Endpoint, String)> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
+        // A collective call, which all ranks make, before rank 0 alone listens.
         let is_one_host = comm.comm.split_shared(0).size() == comm.comm.size();
         let host = if is_one_host { "127.0.0.1".to_owned() } else { host };
         let opened = (rank == 0).then(|| Ok((Endpoint::at_free_port(&host)?, random_secret()?)));
@@ -131,6 +133,7 @@ impl Mpi {
         counts: Vec<Vec<c_int>>,
         launch: impl FnOnce(Arguments<'_>) -> c_int,
     ) -> Result<Pending> {
+        // Before the call is numbered: where reading fails, this rank has not made the call.
         let data = self.read(tensor)?;
         let (device, dtype) = (self.device.clone(), data.dtype());
         let call = self.control.begin_call(call);

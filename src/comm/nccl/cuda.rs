@@ -49,6 +49,7 @@ impl CudaMemory {
     /// it, or if the driver fails.
     pub fn new(device: &Device, rank: usize) -> Result<Self> {
         let burn_device = device.clone().inner();
+        // A tensor has the client of its device, and tells whether the device is a CUDA device.
         let tensor = Tensor::<1>::empty([1], &burn_device);
         let unsuitable = |reason: String, remedy| Error::Engine {
             engine: ENGINE,
@@ -149,6 +150,7 @@ unsafe impl DeviceMemory for CudaMemory {
             reason: format!("the tensor is not on {:?}", self.device),
             remedy: "give tensors on the device of the world",
         })?;
+        // NCCL is given an address and a length, and knows no strides.
         self.pinned(into_contiguous(tensor), length, dtype)
     }
 

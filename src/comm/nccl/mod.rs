@@ -39,6 +39,8 @@ use library::{ENGINE, Library, dotted};
 pub use memory::{Buffer, DeviceMemory, StreamEvent};
 use peers::Peers;
 
+// Parts are moved as bytes, in one way for all types of elements. Only native reductions name a
+// type.
 const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 
 /// The kind of reductions of the engine [`Nccl`].
@@ -349,6 +351,7 @@ impl Engine for Nccl {
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
         let (rank, size) = (self.rank(), self.size());
+        // An exchange in which only the root receives: parts may be uneven.
         let call = Call::gather(&tensor, counts, root);
         let mut send = vec![0; size];
         send[root] = counts[rank];
@@ -386,6 +389,7 @@ impl Engine for Nccl {
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let Peers { control: parent, comm } = &*self.shared.peers;
+        // First what may fail on this rank alone, then the calls that all ranks make.
         let memory = self.shared.memory.for_group();
         let memory = memory.inspect_err(|error| self.fail(&error.to_string()))?;
         let (control, first) = parent.split(color, key)?;

@@ -50,6 +50,7 @@ impl Layout {
         }
         let Division { planned, trainable, routing, .. } = division;
         let (world, updates) = (self.world(), routing.updates());
+        // One rank owns everything by any costs, so that nothing has to be measured.
         let costs = costs(CostSource::Operations, world, planned, trainable, updates)?;
         let owners = self.planned_owners(&settings, planned, &costs)?;
         Ok(Chosen { owners, costs })
@@ -88,6 +89,7 @@ impl Layout {
         let mut candidates = Candidates::new();
         for (index, parameter) in parameters.iter().enumerate() {
             for (cells, matrices) in self.cells_of_matrices(parameter) {
+                // Every rank may own them: the planner needs no list.
                 if cells.len() == self.world().size() {
                     continue;
                 }

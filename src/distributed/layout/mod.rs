@@ -337,6 +337,7 @@ impl Layout {
     /// ```
     pub fn unused<M: Module>(&self, module: &M) {
         if let Some(Sharded { passes, .. }) = self.sharded() {
+            // Materialising uses every owned parameter once, and takes part in gathering it.
             passes.unused(|| drop(module.clone().materialize()));
         }
     }
@@ -517,6 +518,7 @@ impl Layout {
         if let Some(Sharded { passes, .. }) = self.sharded() {
             passes.drained(|| -> Result<()> {
                 self.begin_backward(model)?;
+                // For the calls that the closures of the pass make; the gradients count as zero.
                 drop(loss.backward());
                 Ok(())
             })?;
@@ -526,6 +528,7 @@ impl Layout {
 
     fn begin_backward<M: Module>(&self, model: &M) -> Result<()> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
+        // Only the message about unused parameters needs a walk through the model.
         let model = self.allows_unused.then(|| self.identities(model));
         passes.begin_backward(model.as_ref())
     }
@@ -742,6 +745,7 @@ impl Layout {
         };
         match (places.of(&found.path), axis) {
             (Some(Placement::Replicated), _) | (_, None) => unowned,
+            // However small it is, since a place names it.
             (Some(placement), Some(_)) => placement,
             (None, Some(_)) if is_large && found.shape.len() >= 2 => Placement::Owned,
             (None, Some(_)) => unowned,
@@ -757,6 +761,7 @@ impl Layout {
         let mut shards = BTreeMap::new();
         let position = |(replica, rank): (usize, usize)| {
             let part = part(rank);
+            // Ranks with replicas of a part update one shard of it each, in the order of ranks.
             let shard = shards.entry(part).or_insert(0);
             *shard += 1;
             Position { replica, part, shard: *shard - 1 }
@@ -786,6 +791,8 @@ impl Layout {
         for (found, route) in found.iter_mut().zip(routing.routes()) {
             found.placement = self.placement(found, &places, &cuts);
             if found.placement.is_owned()
+                // AdamW's parameters, which have no owners, lie in even rows of elements in any
+                // case.
                 && route.has_owners()
                 && places.in_rows(&found.path).unwrap_or(self.in_rows)
             {
@@ -868,6 +875,7 @@ impl Layout {
         let mut of_slices: BTreeMap<usize, Bucket> = BTreeMap::new();
         let shard = |ranks: &Vec<usize>| {
             let [replica, slice] = stored.positions[ranks[grid.slice]];
+            // Replicas store the same slice, whose bucket is made once.
             let held = of_slices
                 .entry(slice)
                 .or_insert_with(|| bucket.of_slice(blocks, &stored.ranks, slice));

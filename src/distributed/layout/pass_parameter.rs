@@ -101,6 +101,8 @@ impl ParameterDivision {
         let extent = |held: &Overlap| held.elements.len() + held.padding;
         let counts: Counts = in_use.iter().map(|shard| shard.iter().map(extent).sum()).collect();
         let mut order = positions.to_vec();
+        // Gathered parts follow each other in the order of the axis, and shards in the order of
+        // replicas.
         order.sort_by_key(|position| (position.part, position.shard));
         let (mut pieces, mut in_parts) = (vec![], 0);
         let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
@@ -283,6 +285,7 @@ impl PassParameter {
         let is_whole = whole.dims() == [part.len()];
         let own = self.division.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
         let own = self.joined(whole, own);
+        // A slice is a view, which would keep the whole in memory.
         if is_whole { own } else { slices::copied(own) }
     }
 

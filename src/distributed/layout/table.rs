@@ -48,6 +48,7 @@ struct LayoutRow {
 
 impl LayoutTable {
     pub(super) fn new(found: &[Found], passing: &[Arc<PassParameter>], cuts: &Cuts) -> Self {
+        // Both lists are in the order of the model.
         let mut passing = passing.iter();
         let row = |found: &Found| {
             let pass_parameter = found

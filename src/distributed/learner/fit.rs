@@ -87,6 +87,7 @@ impl DistMuonStrategy {
         let train = |world: World| {
             let device_id = world.rank();
             let failure = |message| RankFailure(WorkerFailure { device_id, message });
+            // Here and not in `World`, which would panic again: a learner returns its failures.
             match catch_unwind(AssertUnwindSafe(|| train(world))) {
                 Ok(outcome) => outcome.map_err(|error: Error| failure(error.to_string())),
                 Err(panic) => Err(failure(message(panic.as_ref()).to_owned())),
@@ -120,6 +121,8 @@ impl DistMuonStrategy {
         }))?;
         ensure_unscaled(&self.config)?;
         let qk_clip = self.qk_clip.as_ref();
+        // Of the whole model, before the layout divides it. An error waits for `agree` below, since
+        // the other ranks make the calls in between.
         let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
         let layout = (self.layout.0)(&world)?;
         world.agree(layout.ensure_whole_layers())?;

@@ -89,6 +89,7 @@ impl<M: LearnerModel> Worker<'_, M> {
             let [train_items, valid_items] = self.run.items;
             self.on_main(|main| main.train_event(started(epoch, train_items)));
             self.train_epoch()?;
+            // Every rank has reported its items before rank 0 reports the end of the split.
             self.world.comm().barrier()?;
             self.on_main(|main| main.train_event(LearnerEvent::EndSplit(epoch)));
             if self.is_interrupted()? {
@@ -148,6 +149,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         let mut sum = GradientBuffer::new();
         for batch in 1.. {
             let item = self.next(items.next());
+            // A rank that stops alone would leave the others in the collectives of the next batch.
             if self.world.any(item.is_none() || self.run.interrupter.should_stop())? {
                 break;
             }
@@ -202,11 +204,15 @@ impl<M: LearnerModel> Worker<'_, M> {
 
     fn validate(&self) -> Result<()> {
         let all_take_part = self.layout.gathers();
+        // On all ranks, also those that validate nothing: parameters on their way arrive by calls
+        // of all.
         self.optim.finish_publication()?;
         if self.run.items[1] == 0 || self.run.in_processes && !all_take_part && self.main.is_none()
         {
             return Ok(());
         }
+        // Rank 0 may validate alone, for longer than the deadline, while the others wait at the
+        // barrier.
         let _busy = self.run.in_processes.then(|| Busy::new(self.world.communicator()));
         let model = self.model().valid();
         let mut items = self.loaders.valid.iter();
@@ -227,6 +233,7 @@ impl<M: LearnerModel> Worker<'_, M> {
                 continue;
             };
             let item = InferenceStep::step(&model, item);
+            // In processes, rank 0 has all validation items; threads divide them.
             let ranks = if self.run.in_processes { 1 } else { self.world.size() };
             let (progress, total) = (items.progress(), self.run.items[1]);
             let item = self.item(item, &progress, (batch, ranks), None, total);
@@ -256,6 +263,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         // will save: rank 0 collects the state at every epoch.
         let record = if self.saves { self.optim.gather_record()? } else { None };
         let whole = if self.saves { Some(self.whole()?) } else { None };
+        // Only rank 0 decides, and the others learn of it in this call.
         let Some(main) = &mut self.main else { return self.world.any(false) };
         if let (Some(checkpointer), Some(record), Some(model)) =
             (&mut main.checkpointer, record, whole)

@@ -121,6 +121,7 @@ impl Audits {
             return None;
         }
         self.steps += 1;
+        // Taken in every step: the checksums are of the states right before the next one.
         let kept = self.kept.take();
         if !self.steps.is_multiple_of(self.every) {
             return None;
@@ -209,6 +210,7 @@ impl Audit {
         Again { decisions, values }: Again<'_>,
         divided: &DividedModel,
     ) -> Result<()> {
+        // Before the update changes the states, whose checksums are compared as well.
         let mut found = self.shard.state_sums();
         let gradients = std::mem::take(&mut self.gradients);
         let mut diverged = slices::zeros(self.matrices, DType::F32, &divided.device());

@@ -179,6 +179,7 @@ impl Shard {
     pub fn of_previous_rank(&self, divided: &DividedModel) -> Self {
         let bucket = self.bucket.of_previous_ranks();
         let exchange = self.exchange.of_previous_ranks(&bucket);
+        // With an empty list: diverged matrices are counted by their owner alone.
         let mut shard = Self::with_exchange(&bucket, exchange, divided, &mut vec![]);
         if let Update::Muon(muon) = &self.update {
             // With a ledger of its own, which nobody reads: the iterations of an audit are none of
@@ -286,6 +287,7 @@ impl Shard {
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let tensors = UpdateTensors {
+                // Moved out, so that the update has the only reference, and works in place.
                 values: values.drain(..runs.len()).collect(),
                 gradients: gradients.drain(..runs.len()).collect(),
             };
@@ -373,6 +375,7 @@ impl Shard {
         for batch in self.batches.iter_mut().filter(|batch| batch.state.has(slot)) {
             let [count] = batch.state.get(slot).dims();
             batch.state.put(slot, slices::slice(values, end..end + count));
+            // The counts on the host are of the former state.
             batch.clocks = Clocks::default();
             end += count;
         }
@@ -603,6 +606,7 @@ impl Batch {
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         if let Some(factor) = controls.factor.clone() {
+            // Widened first: in half precision, the factor would be rounded.
             let precise = precise_dtype(tensors.values[0].dtype());
             let gradient = tensors.gradients.swap_remove(0);
             tensors.gradients = vec![scaled(gradient.cast(precise), factor)];

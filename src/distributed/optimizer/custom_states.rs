@@ -158,6 +158,8 @@ impl OwnStates {
         receivers: Receivers,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
+        // In the order of the plan, and with all sizes known, so that all ranks make the same
+        // calls.
         for (parameter, bytes) in &self.sizes {
             let owner = divided.plan.owner(*parameter, 0);
             let local = match divided.world.rank() == owner {
@@ -208,6 +210,7 @@ fn sent(
         return Ok(local);
     }
     let word = DType::F32.size();
+    // Padded to whole words; `truncate` drops the zeros at the end.
     local.resize(local.len().next_multiple_of(word), 0);
     let device = (&world.device().clone().inner(), DType::F32);
     let mut all = vec![];

@@ -132,6 +132,7 @@ impl GroupDiagnostics {
     fn add(&mut self, parameter: &ParameterDiagnostics) {
         self.tensors += 1;
         self.lr = self.lr.max(parameter.lr);
+        // Squares of norms add up; `hypot` keeps them from overflowing.
         self.update_norm = self.update_norm.hypot(parameter.update_norm);
         self.weight_norm = self.weight_norm.hypot(parameter.weight_norm);
         let errors = self.orthogonality_error.into_iter().chain(parameter.orthogonality_error);
@@ -254,6 +255,7 @@ impl Observed {
         let sums = divided.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
         let maxima = heads.as_ref().map(|heads| heads.maxima().to_device(&divided.device()));
         let counts = skipped.clone();
+        // As one tensor, for which the host waits once.
         let read = Tensor::cat([sums, counts].into_iter().chain(maxima).collect(), 0).into_data();
         let read: Vec<f64> = read.iter::<f64>().collect();
         let (sums, read) = read.split_at(SUMS * parameters);

@@ -92,6 +92,7 @@ pub fn held_in_common<M: Module>(
         let sums = values.into_iter().map(|value| u64::from(value.to_bits()));
         sums.enumerate().map(|(parameter, sum)| (parameter, slot.name, sum))
     });
+    // Made even if nothing is in it, since every check ends with a call of all ranks.
     let all = held.group(Holders::All, || world.clone());
     for (parameter, slot, sum) in states.into_iter().chain(counters) {
         all.held.push((divided.path(parameter).to_owned(), format!("state `{slot}`"), sum));

@@ -130,6 +130,7 @@ impl MemoryMeter {
         let mut report = self.report;
         passes.held().into_iter().for_each(|peak| report.observe(snapshot(peak)));
         let mut now = snapshot(passes.holds());
+        // Parameters on their way have no tensor yet; their bytes are in the buffers.
         now.parameters -= arriving.parameters;
         now.buffers += arriving.buffers;
         report.observe(now);

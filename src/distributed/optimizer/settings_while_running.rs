@@ -68,6 +68,7 @@ impl DistModuleOptimizer {
 
     fn set_updates(&mut self, set: impl Fn(&MuonUpdate) -> Result<MuonUpdate>) -> Result<()> {
         let all = self.divided.routing.updates().muon.iter();
+        // All are made before any is set, so that an error changes nothing.
         let all = all.map(|update| set(update).map(Arc::new)).collect::<Result<Vec<_>>>()?;
         self.shards.iter_mut().for_each(|shard| shard.set_muon(&all));
         self.divided.routing.set_muon(all);

@@ -21,6 +21,7 @@ const GAP: f32 = 1e-3;
 pub(super) fn improve(classes: &[Class], start: Assignment, time_limit_s: f64) -> Assignment {
     let start_load = makespan(classes, &start);
     if classes.len() * start.len() > LARGEST_PROGRAM
+        // No assignment is below the bound, so that a search would find nothing.
         || start_load <= lower_bound(classes, start.len())
     {
         return start;
@@ -85,6 +86,7 @@ fn solve(
         model.add_constraint(load.leq(busiest));
         for (owned, class) in rank.iter().zip(classes) {
             if let Some(any) = owned.any {
+                // As soon as there is a matrix, `any` is 1, and the load has the fixed cost.
                 model.add_constraint((class.matrices.len() as f64 * any).geq(owned.count));
             }
         }

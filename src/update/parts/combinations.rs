@@ -33,6 +33,7 @@ pub(crate) fn check(
             "the same as `momentum.bias_correction`, since the update is a ratio of both moments",
         ));
     }
+    // The rest is about the one part that fixes the norm of parameters.
     if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
         return Ok(());
     }

@@ -110,6 +110,7 @@ impl Behaviour for Hyperball {
         if context.stage == Stage::After && self.radius == Radius::Initial {
             let before = context.read(&context.known.old_norm);
             context.advance(state, RADIUS, before.dims(), |old| {
+                // Zero stands for a radius that was not measured yet.
                 let is_first = old.clone().equal_elem(0.0);
                 old.mask_where(is_first, before)
             });

@@ -65,11 +65,13 @@ impl Behaviour for Mars {
 
     fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
         let previous = state.get(PREVIOUS_GRADIENT).clone().cast(x.dtype()).reshape(x.dims());
+        // The gradient without the correction, since the next step compares gradients.
         context.advance(state, PREVIOUS_GRADIENT, x.dims(), |_| x.clone());
         let mu = context.read(&context.known.keep);
         let strength = mu.clone().mul_scalar(self.gamma) / mu.neg().add_scalar(1.0);
         let corrected = x.clone() + (x - previous) * strength;
         let norm = frobenius(corrected.clone());
+        // A norm below 1 is left as it is.
         corrected / norm.clamp_min(1.0)
     }
 }

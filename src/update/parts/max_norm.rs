@@ -48,6 +48,7 @@ impl Behaviour for MaxNorm {
 
     fn apply(&self, x: Tensor<3>, _state: &mut Slots, _context: &Context<'_>) -> Tensor<3> {
         let norm = frobenius(x.clone());
+        // A matrix of zeros has an infinite quotient, which the clamp to 1 makes harmless.
         x * norm.recip().mul_scalar(self.limit).clamp_max(1.0)
     }
 }

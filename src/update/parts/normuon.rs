@@ -78,6 +78,7 @@ impl NorMuon {
             Averaged::ShorterDimension => moments.clamp_min(self.epsilon).sqrt(),
             Averaged::Inputs => moments.sqrt().add_scalar(self.epsilon),
         }
+        // An `epsilon` of zero is allowed, and a moment may be zero.
         .clamp_min(f32::MIN_POSITIVE)
     }
 }

@@ -135,6 +135,7 @@ impl Behaviour for RelativeUpdate {
                 ratio.mul_scalar(self.least).clamp_min(1.0)
             }
             Some(most) => {
+                // Without a least norm of the parameter, so that a parameter of zeros stays zero.
                 let ratio = old / update.clamp_min(LEAST_UPDATE);
                 let floor = ratio.clone().mul_scalar(self.least).clamp_min(1.0);
                 floor.min_pair(ratio.mul_scalar(most))

@@ -98,6 +98,7 @@ impl Behaviour for Renormalization {
     }
 
     fn apply(&self, x: Tensor<3>, _state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
+        // Without `by_largest`, since elements are about 1 after the iteration.
         let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(LEAST_NORM);
         x * norm.recip().mul_scalar(self.target.of(context.known.matrices.shape))
     }

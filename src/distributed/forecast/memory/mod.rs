@@ -250,6 +250,7 @@ impl<'a> PlannedRank<'a> {
         let bytes = |found: &Found| {
             let slice = cuts.slice(&found.path).map(|slice| slice.shape());
             let elements = match passes.get(&found.path) {
+                // A rank without a part holds one element in its place.
                 Some(parameter) if parameter.placement.is_owned() => parameter.part_count().max(1),
                 _ => slice.unwrap_or_else(|| found.shape.clone()).iter().product(),
             };

@@ -95,6 +95,7 @@ impl<'a> Passes<'a> {
         let mut time = start;
         // A backward pass goes through the layers in reverse.
         let order = || (0..self.bytes.len()).rev();
+        // The forward pass has exchanged the new parts among replicas.
         let mut gathering = Gathering::new(self, order(), false);
         let mut reducing = Reducing::new(self);
         for index in order() {
@@ -211,6 +212,7 @@ impl<'a> Gathering<'a> {
             let are_alike = slices(passes.plan, rest[count - 1]) == slices(passes.plan, first);
             are_alike && passes.bytes(&rest[..*count]) <= half
         };
+        // A parameter above the limit is sent alone.
         let count = (1..=rest.len()).take_while(fits).last().unwrap_or(1);
         let bytes = passes.bytes(&rest[..count]);
         (self.ahead + bytes <= passes.ahead || self.ahead <= half).then_some(count)
@@ -219,6 +221,7 @@ impl<'a> Gathering<'a> {
     fn ask(&mut self, wires: &mut Wires, count: usize, time: f64) {
         let indices = &self.order[self.asked..self.asked + count];
         let [replicas, gathered] = self.passes.gathered(indices);
+        // From the start of the pass on, since the step before has made the new parts.
         let published = if self.publishes { wires.gather(0.0, replicas) } else { 0.0 };
         let arrived = wires.gather(time.max(published), gathered);
         indices.iter().for_each(|index| self.arrived[*index] = arrived);
@@ -245,6 +248,7 @@ impl<'a> Reducing<'a> {
     /// Adds a gradient. Returns the time at which the backward pass goes on.
     fn add(&mut self, wires: &mut Wires, index: usize, mut time: f64) -> f64 {
         let (passes, half) = (self.passes, self.passes.in_flight / 2);
+        // One message has one group of ranks, and parameters with other slices have another.
         let is_alike = |other: &usize| slices(passes.plan, *other) == slices(passes.plan, index);
         let are_alike = self.waiting.iter().all(is_alike);
         if !are_alike || passes.bytes(&self.waiting) + passes.bytes(&[index]) > half {

@@ -45,6 +45,7 @@ impl<'a> Step<'a> {
                 if gathers { wires.gather(updated, self.message(bucket)) } else { updated };
             end = end.max(arrived);
         }
+        // Also where no bucket waits for it: all ranks count the skipped steps of all parameters.
         end.max(agreed.unwrap_or_else(|| self.agree(wires, &ready)))
     }
 

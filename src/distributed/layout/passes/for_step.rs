@@ -72,6 +72,7 @@ impl Passes {
         let Parts(parts) = parts;
         let fits = |(path, part): &(String, Tensor<1>)| {
             let parameter = self.get(path).filter(|parameter| parameter.placement.is_owned());
+            // A parameter has at least one element, also on a rank without a part.
             parameter.is_some_and(|parameter| part.dims() == [parameter.part_count().max(1)])
         };
         let other = parts.iter().find(|part| !fits(part)).map(|(path, _)| path);

@@ -32,6 +32,7 @@ impl DividedModel {
     /// extent, and to those that only stacks have.
     pub fn slots(&self, bucket: &Bucket) -> Vec<Slot> {
         let most = bucket.parameters.iter().map(|index| self.parameter_slots(*index));
+        // Stacks have all slots of the others, and further ones.
         most.max_by_key(Vec::len).expect("a bucket has parameters")
     }
 

@@ -58,6 +58,7 @@ impl DistModuleOptimizer {
         }
         let missing = states.missing(&self.divided.trained_paths(), &unused);
         let orphans = orphans(&self.divided, states, &unused);
+        // A state with a problem is not taken over: its parameter begins with an empty one.
         unused.extend(problems.keys().cloned());
         let read = {
             let _busy = Busy::new(self.divided.world.communicator());

@@ -136,6 +136,7 @@ impl DistModuleOptimizer {
             return Ok(None);
         }
         let _busy = Busy::new(divided.world.communicator());
+        // Only now: an error of this rank must not leave the others in the collectives above.
         let contents = contents?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
         recorded(contents, states).map(Some)
@@ -214,6 +215,7 @@ impl Checkpointed for DistModuleOptimizer {
         // Gradients of the values that are replaced.
         self.divided.passes.discard()?;
         self.divided.passes.forget_parts();
+        // After `discard`, whose calls all ranks make, also one that can't open its file.
         let archive = self.divided.world.agree(opened)?;
         compare(&archive, &self.divided.world)?;
         let read = {

@@ -38,6 +38,7 @@ impl Writers {
         };
         let mut written = vec![0; ranks];
         let of_rank_0 = entries.iter().filter(|entry| is_of_rank_0(entry));
+        // Before anything is assigned, so that rank 0 gets less of what any rank may write.
         written[0] = of_rank_0.map(|entry| entry.planned.bytes).sum();
         let mut next = |bytes: usize| {
             let rank = least(&written);
