@@ -98,6 +98,7 @@ impl Passes {
         state.orders.evaluation.end();
         // Parameters gathered ahead for uses that did not come are dropped.
         (state.bytes.ahead, state.bytes.kept, state.of_ranks) = (0, 0, None);
+        state.uses_in_pass = 0;
         for uses in &mut state.uses {
             uses.ahead = None;
             uses.in_pass.clear();

@@ -30,12 +30,10 @@ impl Passes {
         // Every use counts, also of a parameter that is there already: the order has to be the same
         // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
-        let uses = &mut state.uses[parameter.index];
-        uses.part = Some(part.clone());
+        state.uses[parameter.index].part = Some(part.clone());
         // Some ranks may not use it, and the others need it again.
-        let is_asked = self.limits.allows_unused && self.limits.keep == Keep::Nothing;
-        if is_asked && uses.in_pass.iter().all(|(values, _)| *values != part.0) {
-            uses.in_pass.push(part.clone());
+        if self.limits.allows_unused && self.limits.keep == Keep::Nothing {
+            state.count_use(parameter.index, part.clone());
         }
         self.gathered(&mut state, parameter, part, |state| {
             self.start_next(state, &next, Purpose::Training)

@@ -38,6 +38,9 @@ impl Passes {
             // A value that is used several times has as many gradients: their sum is sent once.
             let is_last = uses.gradients == uses.count;
             state.bytes.sums += more;
+            if is_last {
+                state.drop_kept(parameter.index, leaf);
+            }
             state.observe();
             match is_last && !is_at_end {
                 true => self.start_reducing(state, parameter, leaf),

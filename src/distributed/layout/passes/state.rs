@@ -99,6 +99,8 @@ pub struct PassState {
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
     pub publishing: VecDeque<Publishing>,
     pub uses: Vec<Uses>,
+    /// The number of uses in this pass with a gradient, if ranks may leave parameters out.
+    pub uses_in_pass: usize,
     pub bytes: HeldBytes,
     pub orders: UseOrders,
     pub events: Events,
@@ -109,11 +111,20 @@ pub struct PassState {
     pub failure: Option<Error>,
 }
 
+/// A part of a parameter that a pass has used, and the numbers of its first and last use.
+#[derive(Debug, Clone)]
+pub struct UsedPart {
+    pub values: Values,
+    pub part: Tensor<1>,
+    pub first: usize,
+    pub last: usize,
+}
+
 /// The uses of a parameter on all ranks in a pass, where ranks may leave it out.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UsesOfRanks {
-    /// `true` if a rank uses it in this pass.
-    pub are_in_pass: bool,
+    /// `true` if some ranks use it in this pass, and others do not.
+    pub differ: bool,
     /// `true` if it has a gradient, and some ranks do not use it.
     pub are_partial: bool,
     /// `true` if a rank uses the model's values and has a batch: then it has a gradient.
@@ -125,7 +136,7 @@ pub struct UsesOfRanks {
 pub struct HeldBytes {
     /// Parameters that are gathered ahead, or on their way.
     pub ahead: usize,
-    /// Parameters that some ranks do not use, kept for the backward pass.
+    /// Parameters that were gathered before the backward pass.
     pub kept: usize,
     /// Gradients that are being reduced.
     pub reducing: usize,
@@ -172,8 +183,9 @@ pub struct Uses {
     pub ahead: Option<Ahead>,
     /// The parts that this pass has used with a gradient, if others may leave them out: the model's
     /// and those of clones with other values.
-    pub in_pass: Vec<(Values, Tensor<1>)>,
-    /// The wholes of these parts for a backward pass, if others do not use them.
+    pub in_pass: Vec<UsedPart>,
+    /// The wholes of parts that were gathered before the backward pass, until they have their
+    /// gradients.
     pub kept: Vec<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
@@ -340,6 +352,24 @@ impl PassState {
                 *peak = now;
             }
         }
+    }
+
+    /// Counts a use in this pass with a gradient.
+    pub fn count_use(&mut self, index: usize, (values, part): (Values, Tensor<1>)) {
+        let number = self.uses_in_pass;
+        self.uses_in_pass += 1;
+        let in_pass = &mut self.uses[index].in_pass;
+        match in_pass.iter_mut().find(|used| used.values == values) {
+            Some(used) => used.last = number,
+            None => in_pass.push(UsedPart { values, part, first: number, last: number }),
+        }
+    }
+
+    /// Drops what was gathered of a value before the backward pass: it will not be needed again.
+    pub fn drop_kept(&mut self, index: usize, leaf: u64) {
+        let kept =
+            self.uses[index].kept.extract_if(.., |(values, _)| *values == Values::Leaf(leaf));
+        self.bytes.kept -= kept.map(|(_, whole)| bytes(&whole)).sum::<usize>();
     }
 
     /// Takes a parameter out that has arrived.
