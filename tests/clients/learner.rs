@@ -54,8 +54,8 @@ pub fn classified((logits, classes): (Tensor<2>, Tensor<1, Int>)) -> Classificat
     ClassificationOutput::new(loss, logits, classes)
 }
 
-/// Trains with batches of eight items, `batches` in a step, at the rates of the run. `configured` has
-/// what a program adds.
+/// Trains with batches of eight items, `batches` in a step, at the rates of the run. `configured`
+/// has what a program adds.
 pub fn train<M>(
     run: &Run,
     model: M,

@@ -109,7 +109,7 @@ pub struct DistModuleOptimizer {
     memory: MemoryMeter,
 }
 
-/// What the ranks compare with each other.
+/// The comparisons of ranks with each other.
 struct Checks {
     /// Gradients that are to be the same along the model axes.
     gradients: ComparedGradients,

@@ -54,8 +54,8 @@ fn seen(trial: &Trial, kind: Kind) -> Result<Vec<Seen>> {
 
 /// Reduced cases of faults that random ones have found: a layer that was frozen during a step was
 /// not trained again, a clone shared that it was frozen on some ranks only, and ranks with nothing
-/// of a parameter did not gather it ahead. Where ranks left layers out in the middle of a model, the
-/// layers around them were gathered again in another order on each rank.
+/// of a parameter did not gather it ahead. Where ranks left layers out in the middle of a model,
+/// the layers around them were gathered again in another order on each rank.
 fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
     if !is_flex() {
         return excused("a device that computes a matrix of a batch otherwise than alone");
