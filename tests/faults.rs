@@ -29,6 +29,7 @@ const CASES: &[worlds::Case] = cases![
     a_panic_on_a_rank_reaches_the_caller,
     a_rank_that_misses_the_deadline_fails_the_world,
     different_calls_of_ranks_fail_naming_both,
+    calls_in_different_groups_fail_naming_each_or_at_the_deadline,
     a_failure_is_reported_while_results_are_in_use,
     a_rank_that_dies_in_any_phase_stops_all_ranks_before_parameters_change,
     delays_at_any_call_do_not_change_results,
@@ -202,6 +203,37 @@ fn different_calls_of_ranks_fail_naming_both() {
             calls.contains("rank 0: all_reduce") && calls.contains("rank 1: broadcast"),
             "{calls}"
         );
+    }
+}
+
+/// Where the device waits for results, the host does not: the deadline finds such ranks.
+fn calls_in_different_groups_fail_naming_each_or_at_the_deadline() {
+    let (short, errors) = (Duration::from_secs(3), Mutex::new(vec![]));
+    let run = worlds::ranks_here(short, 2, |world| {
+        // The same ranks in the reverse order.
+        let group = world.comm().split(0, 1 - world.rank())?;
+        let comm = if world.is_main() { world.comm() } else { &group };
+        let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
+        let started = comm.all_reduce(ones, ReduceOp::Sum);
+        let finished = started.and_then(Pending::wait).and_then(|_| comm.synchronize());
+        errors.lock().unwrap().push(finished.clone());
+        finished
+    });
+    run.unwrap_err();
+    let errors = errors.into_inner().unwrap();
+    assert_eq!(errors.len(), 2);
+    for error in errors {
+        match error.unwrap_err() {
+            Error::Mismatch { calls } => {
+                let are_named = |rank| calls.contains(&format!("rank {rank}: all_reduce"));
+                let groups = calls.matches(" in group ").count();
+                assert!(are_named(0) && are_named(1) && groups == 2, "{calls}");
+            }
+            Error::PeerFailed { cause, .. } if worlds::results_may_be_early() => {
+                assert!(cause.contains("within 3s"), "{cause}");
+            }
+            other => panic!("{other}"),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The memory that orthogonalisations, steps and checkpoints allocate in addition to their inputs,
 //! as counted by the allocators of the host and of CubeCL's devices.
 
-use burn::module::{Module, Param};
+use burn::module::{Module, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, LambConfig, ModuleOptimizer};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
@@ -475,6 +475,23 @@ impl Stacked {
     }
 }
 
+/// A layout with its name.
+type Named = (&'static str, fn(&Mesh) -> Layout);
+
+/// The divisions of a model with tables and stacks.
+const DIVISIONS: [Named; 4] = [
+    ("owned", |mesh| Layout::new(mesh).owned("dp")),
+    ("in rows", |mesh| Layout::new(mesh).rows("dp")),
+    ("cut", |mesh| {
+        let layout = Layout::new(mesh).with_place(Place::shard("^stack", "dp", 0));
+        layout.with_place(Place::shard("^table", "dp", 0))
+    }),
+    ("cut and owned", |mesh| {
+        let cut = Layout::new(mesh).with_place(Place::shard("^stack", "dp", 0));
+        cut.owned("dp").overlap_backward()
+    }),
+];
+
 /// The bytes of all ranks beyond what their reports say: of parameters after a model is divided,
 /// and of parameters and states after a load.
 fn unreported(ranks: usize, layout: fn(&Mesh) -> Layout, path: &Path) -> [usize; 2] {
@@ -517,26 +534,115 @@ fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
-    type Divide = fn(&Mesh) -> Layout;
-    let layouts: [(&str, Divide); 4] = [
-        ("owned", |mesh| Layout::new(mesh).owned("dp")),
-        ("in rows", |mesh| Layout::new(mesh).rows("dp")),
-        ("cut", |mesh| {
-            let layout = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
-            layout.with_place(Place::shard(r"^table\.weight$", "dp", 0))
-        }),
-        ("cut and owned", |mesh| {
-            let cut = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
-            cut.owned("dp").overlap_backward()
-        }),
-    ];
-    for (name, layout) in layouts {
+    for (name, layout) in DIVISIONS {
         unreported(2, layout, &path); // libraries
         for ranks in [2, 4] {
             let [sharded, loaded] = unreported(ranks, layout, &path);
             println!("{name}, {ranks} ranks: {sharded} after shard, {loaded} after load");
             assert!(sharded <= SCRATCH, "{name}, {ranks} ranks, after shard: {sharded}");
             assert!(loaded <= SCRATCH, "{name}, {ranks} ranks, after load: {loaded}");
+        }
+    }
+}
+
+/// Many stacks and tables of 1 MB each, not initialised yet, as in a new model of Burn's layers.
+#[derive(Module, Debug)]
+struct Many {
+    tables: Vec<Embedding>,
+    stacks: Vec<Param<Tensor<3>>>,
+}
+
+impl Many {
+    const EACH: usize = 16;
+    const BYTES: usize = 8 * 128 * 256 * 4;
+
+    fn new(device: &Device) -> Self {
+        let stack = |_| {
+            let values = |device: &Device, is_trained: bool| {
+                let values = Tensor::<3>::ones([8, 128, 256], (device, DType::F32));
+                if is_trained { values.require_grad() } else { values }
+            };
+            let shape = [8, 128, 256].into();
+            Param::uninitialized(ParamId::new(), values, device.clone(), true, shape)
+        };
+        let table = |_| EmbeddingConfig::new(1024, 256).init(device);
+        Self {
+            tables: (0..Self::EACH).map(table).collect(),
+            stacks: (0..Self::EACH).map(stack).collect(),
+        }
+    }
+}
+
+/// The largest number of bytes of all ranks together while a model is divided, and while it is
+/// loaded, in addition to the parts and the states that they have after it.
+fn extra_to_divide_and_load(
+    ranks: usize,
+    layout: fn(&Mesh) -> Layout,
+    path: &Path,
+    is_initialised: bool,
+) -> [usize; 2] {
+    let together = Barrier::new(ranks);
+    let reset = |world: &World| {
+        together.wait();
+        if world.is_main() {
+            ALLOCATOR.reset_peak_usage();
+        }
+        together.wait();
+    };
+    let extra = || {
+        together.wait();
+        let extra = ALLOCATOR.peak_usage() - ALLOCATOR.current_usage();
+        together.wait();
+        extra
+    };
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("stacks").batch());
+    let run = World::threads(vec![Device::default().autodiff(); ranks], |world| {
+        let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());
+        let model = Many::new(world.device());
+        if is_initialised {
+            model.stacks.iter().for_each(|stack| drop(stack.val()));
+            model.tables.iter().for_each(|table| drop(table.weight.val()));
+        }
+        reset(&world);
+        let model = layout.shard(model)?;
+        world.comm().barrier()?;
+        let dividing = extra();
+        let config = DistMuonConfig::new().with_muon(muon.clone()).with_bucket_mb(Some(1.0));
+        let optim = config.init_on(&layout, &model)?;
+        optim.save(path, &model, &())?;
+        reset(&world);
+        let (model, optim, ()) = optim.load(path, model)?;
+        world.comm().barrier()?;
+        let loading = extra();
+        drop((model, optim));
+        Ok::<_, Error>([dividing, loading])
+    });
+    run.unwrap()[0]
+}
+
+#[test]
+fn tables_and_stacks_are_divided_and_loaded_one_by_one() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    for (name, layout) in DIVISIONS {
+        extra_to_divide_and_load(2, layout, &path, false); // libraries
+        for ranks in [2, 4] {
+            let extra = extra_to_divide_and_load(ranks, layout, &path, false);
+            let [dividing, loading] = extra.map(|bytes| bytes as f64 / Many::BYTES as f64);
+            println!(
+                "{name}, {ranks} ranks: {dividing:.2} parameters to divide, {loading:.2} to load"
+            );
+            // On every rank the whole of a parameter, what it is made of or sent as, and its parts;
+            // of the file one more, and a bucket. The model has 32.
+            let most = (3 * ranks + 2) as f64;
+            assert!(dividing <= most && loading <= most, "{name}, {ranks} ranks");
+            // That the whole model would be seen: every rank has it at the begin.
+            let [dividing, _] = extra_to_divide_and_load(ranks, layout, &path, true);
+            assert!(dividing > Many::EACH * Many::BYTES, "{dividing}");
         }
     }
 }
@@ -603,6 +709,104 @@ fn an_exchange_of_rows_is_linear_in_the_ranks() {
     for (ranks, [numbers, bytes]) in counted {
         assert!(numbers <= 32 * ranks + 256, "{ranks} ranks: {numbers} numbers");
         assert!(bytes <= 512 * ranks + (64 << 10), "{ranks} ranks: {bytes} bytes");
+    }
+}
+
+/// What a rank of many has after a model was divided and one step was taken.
+struct OfManyRanks {
+    /// The numbers that it has passed to collectives.
+    numbers: usize,
+    /// Bytes of the division, beyond its parameters and states, and at the peak.
+    held: usize,
+    peak: usize,
+    /// Seconds of the division, and of a pass with its step.
+    times: [f64; 2],
+}
+
+impl OfManyRanks {
+    fn new(ranks: usize, layout: fn(&Mesh) -> Layout) -> Self {
+        let device = Device::default().autodiff().gradient_checkpointing();
+        let engine = Simulated::new(ranks);
+        let world = World::new(engine.clone(), device.clone());
+        let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
+        let (before, start) = (ALLOCATOR.current_usage(), Instant::now());
+        ALLOCATOR.reset_peak_usage();
+        let layout = layout(&Mesh::flat(&world)).with_small_elements(8).with_muon(muon.clone());
+        let model = layout.shard(Narrow::new(&device)).unwrap();
+        let config = DistMuonConfig::new().with_muon(muon).with_check_every(0);
+        let mut optim = config.init_on(&layout, &model).unwrap();
+        let dividing = start.elapsed().as_secs_f64();
+        let tokens = Tensor::<2, Int>::from_data([[0, 1, 2]], &device);
+        let gradients = layout.backward(&model.loss(tokens), &model).unwrap();
+        let model = optim.step(0.01, model, gradients).unwrap();
+        let times = [dividing, start.elapsed().as_secs_f64() - dividing];
+        let peak = ALLOCATOR.peak_usage() - before;
+        let memory = optim.memory();
+        let held = ALLOCATOR.current_usage() - before;
+        let held = held.saturating_sub(memory.parameters.now + memory.states.now);
+        drop(model);
+        Self { numbers: engine.numbers(), held, peak, times }
+    }
+}
+
+/// A table, a stack and layers with fewer rows than there may be ranks.
+#[derive(Module, Debug)]
+struct Narrow {
+    table: Embedding,
+    stack: Param<Tensor<3>>,
+    layers: Vec<Linear>,
+}
+
+impl Narrow {
+    const LAYERS: usize = 8;
+
+    fn new(device: &Device) -> Self {
+        let linear = |_| LinearConfig::new(64, 64).with_bias(false).init(device);
+        let stack = Tensor::<3>::full([4, 64, 64], 0.01, (device, DType::F32));
+        Self {
+            table: EmbeddingConfig::new(1 << 14, 64).init(device),
+            stack: Param::from_tensor(stack.require_grad()),
+            layers: (0..Self::LAYERS).map(linear).collect(),
+        }
+    }
+
+    fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+        let x = self.table.forward(tokens);
+        let x = x.matmul(self.stack.val().mean_dim(0));
+        self.layers.iter().fold(x, |x, layer| layer.forward(x)).square().mean()
+    }
+}
+
+#[test]
+fn a_division_and_a_step_are_linear_in_the_ranks() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let layouts: [Named; 4] = [
+        ("replicated", Layout::new),
+        ("reduced", |mesh| Layout::new(mesh).overlap_backward()),
+        ("owned", |mesh| Layout::new(mesh).owned("dp")),
+        ("in rows", |mesh| Layout::new(mesh).rows("dp")),
+    ];
+    for (name, layout) in layouts {
+        OfManyRanks::new(8, layout); // libraries
+        let few = OfManyRanks::new(64, layout);
+        for ranks in [512, 4096] {
+            let many = OfManyRanks::new(ranks, layout);
+            let OfManyRanks { numbers, held, peak, times } = many;
+            let [dividing, stepping] = times.map(|seconds| seconds * 1e3);
+            println!(
+                "{name}, {ranks} ranks: {numbers} numbers, {held} bytes held, {peak} at the peak, \
+                 {dividing:.0} ms to divide, {stepping:.0} ms to step"
+            );
+            // Counts of calls, and of every parameter in rows the rows of every rank.
+            let more = ranks - 64;
+            let each = if name == "in rows" { 4096 } else { 512 };
+            assert!(numbers <= few.numbers + 64 * more, "{name}: {} numbers before", few.numbers);
+            assert!(held <= few.held + each * more, "{name}: {} bytes before", few.held);
+            assert!(peak <= few.peak + each * more + SCRATCH, "{name}: {} at the peak", few.peak);
+        }
     }
 }
 

@@ -654,9 +654,12 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 }
 
-/// The text of some ranks, in ascending order.
+/// The text of some ranks.
 pub fn named(ranks: &[usize]) -> String {
-    match ranks {
+    // The order of a group is that of its keys.
+    let mut ranks = ranks.to_vec();
+    ranks.sort_unstable();
+    match &ranks[..] {
         [rank] => format!("rank {rank}"),
         [first, .., last] if last - first + 1 == ranks.len() => format!("ranks {first} to {last}"),
         _ => {

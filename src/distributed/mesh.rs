@@ -1,7 +1,7 @@
 //! The ranks of a world on named axes.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::comm::{Communicator, Difference, World};
 use crate::error::{Error, Result};
@@ -71,19 +71,25 @@ pub struct Mesh {
     axes: Arc<[Axis]>,
     /// For every axis, the ranks along it that have this rank's other coordinates.
     groups: Arc<[Communicator]>,
-    known: Arc<Mutex<KnownGroups>>,
+    known: Arc<Mutex<Known>>,
 }
 
-/// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly one.
-/// Engines keep connections and memory for each: groups of the same ranks are one.
+/// What was made of the ranks so far.
 #[derive(Debug)]
-struct KnownGroups(Vec<(Vec<Vec<usize>>, Communicator)>);
+struct Known {
+    /// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly
+    /// one. Engines keep connections and memory for each: groups of the same ranks are one.
+    groups: Vec<(Vec<Vec<usize>>, Communicator)>,
+    /// By the axes of slices. Each has all ranks, and many parameters have the same one.
+    grids: BTreeMap<Vec<String>, Arc<Grid>>,
+}
 
-impl KnownGroups {
+impl Known {
     fn of(world: &World) -> Arc<Mutex<Self>> {
         // The world itself is the group of all ranks: no engine has to make it again.
         let all = vec![(0..world.size()).collect()];
-        Arc::new(Mutex::new(Self(vec![(all, world.communicator())])))
+        let groups = vec![(all, world.communicator())];
+        Arc::new(Mutex::new(Self { groups, grids: BTreeMap::new() }))
     }
 }
 
@@ -120,7 +126,7 @@ impl Mesh {
     pub fn flat(world: &World) -> Self {
         let axes = [Axis::data(FLAT, world.size())];
         let groups = [world.communicator()].into();
-        let known = KnownGroups::of(world);
+        let known = Known::of(world);
         Self { world: world.clone(), data: world.clone(), axes: axes.into(), groups, known }
     }
 
@@ -147,17 +153,18 @@ impl Mesh {
         let mut groups: Vec<Vec<usize>> = ranks.collect();
         // The same groups may come from other colors. Sorted, they are found again.
         groups.sort_unstable();
-        // A panic leaves the list whole, since an entry is added in one call. The lock is never
-        // held during a call of the ranks.
-        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, group)) = known().0.iter().find(|(known, _)| *known == groups) {
+        if let Some((_, group)) = self.known().groups.iter().find(|(known, _)| *known == groups) {
             return Ok(group.clone());
         }
         // All ranks have the same list, so all of them come to this call, or none.
         let [color, key] = color_and_key(self.world.rank());
         let group = self.world.comm().split(color, key)?;
-        known().0.push((groups, group.clone()));
+        self.known().groups.push((groups, group.clone()));
         Ok(group)
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the world of all ranks.
@@ -192,12 +199,19 @@ impl Mesh {
     }
 
     /// All ranks in two dimensions, the second of which has the coordinates on some axes, the first
-    /// of them the outermost.
+    /// of them the outermost. Without axes, every rank is a row.
     ///
     /// # Panics
     ///
     /// If the mesh does not have an axis.
-    pub(super) fn grid(&self, axes: &[String]) -> Grid {
+    pub(super) fn grid(&self, axes: &[String]) -> Arc<Grid> {
+        let mut known = self.known();
+        let grid =
+            known.grids.entry(axes.to_vec()).or_insert_with(|| Arc::new(self.new_grid(axes)));
+        grid.clone()
+    }
+
+    fn new_grid(&self, axes: &[String]) -> Grid {
         let cut: Vec<usize> =
             axes.iter().map(|axis| self.index(axis).expect("an axis of the mesh")).collect();
         let others: Vec<usize> = (0..self.axes.len()).filter(|axis| !cut.contains(axis)).collect();
@@ -247,15 +261,6 @@ pub struct Grid {
     /// The position of this rank.
     pub replica: usize,
     pub slice: usize,
-}
-
-impl Grid {
-    /// The ranks of a world of which each has whole parameters.
-    pub fn flat(world: &World) -> Self {
-        let ranks = (0..world.size()).map(|rank| vec![rank]).collect();
-        let positions = (0..world.size()).map(|rank| [rank, 0]).collect();
-        Self { ranks, positions, replica: world.rank(), slice: 0 }
-    }
 }
 
 /// The index of a rank's coordinates on some axes, the last of which varies the fastest.

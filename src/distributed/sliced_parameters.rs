@@ -1,6 +1,7 @@
 //! Parameters of which every rank has a slice, and the ranks that exchange them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
 use super::mesh::{Axis, Grid, Mesh};
 use super::placement_rules::Places;
@@ -25,7 +26,7 @@ pub struct Cuts {
 /// The ranks with which a rank exchanges parameters that are cut along the same axes.
 #[derive(Debug, Clone)]
 pub struct SliceGroup {
-    pub grid: Grid,
+    pub grid: Arc<Grid>,
     /// The ranks that have the same slices.
     pub alike: Communicator,
     /// The ranks that have the other slices, one of each.

@@ -106,8 +106,9 @@ impl Engine for Simulated {
 
     fn set_busy_limit(&self, _: Duration) {}
 
+    /// No other rank tells its color: this one is alone.
     fn split(&self, _: usize, _: usize) -> Result<Arc<dyn Engine>> {
-        Ok(Arc::new(self.clone()))
+        Ok(Arc::new(Self { size: 1, ..self.clone() }))
     }
 
     fn fail(&self, cause: &str) {

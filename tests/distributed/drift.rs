@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Tensor, TensorData};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place, Publish};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place, Publish};
 use distmuon::{Error, Result};
 use distmuon_testing::models::{Layers, gradients};
 use distmuon_testing::watched::watched;
@@ -29,17 +29,20 @@ pub const IN_PROCESS: &[Case] = cases![
     a_check_costs_less_than_a_hundredth_of_its_steps,
 ];
 
-/// Flips the lowest bit of the last element of a parameter, or of this rank's part of it.
+/// Replaces the last element of a parameter, or of this rank's part of it, by one with another bit,
+/// or by itself.
 struct Flip {
     names: Vec<String>,
     path: &'static str,
     is_part: bool,
+    /// The bits that flip.
+    bits: u32,
     found: bool,
 }
 
 impl Flip {
-    fn of<M: Module>(model: M, path: &'static str, is_part: bool) -> M {
-        let mut flip = Self { names: vec![], path, is_part, found: false };
+    fn of<M: Module>(model: M, path: &'static str, is_part: bool, bits: u32) -> M {
+        let mut flip = Self { names: vec![], path, is_part, bits, found: false };
         let model = model.map(&mut flip);
         assert!(flip.found, "the model has `{path}`");
         model
@@ -66,7 +69,7 @@ impl ModuleMapper for Flip {
         param.map(|old| {
             let mut values: Vec<f32> = old.to_data().iter::<f32>().collect();
             let last = values.last_mut().expect("the parameter has elements");
-            *last = f32::from_bits(last.to_bits() ^ 1);
+            *last = f32::from_bits(last.to_bits() ^ self.bits);
             let data = TensorData::new(values, old.shape());
             Tensor::from_data(data, (&old.device(), DType::F32)).require_grad()
         })
@@ -84,21 +87,23 @@ fn assert_drifted(errors: &[Error], path: &str, rank: usize) {
 
 /// The error of the third step, with a bit that flips on a rank before a step.
 fn flipped(
-    world: &World,
     layout: &Layout,
+    gradients_of: Gradients,
     (path, rank, before): (&'static str, usize, u64),
 ) -> Result<Error> {
+    let world = layout.mesh().world();
     let mut net = layout.shard(Net::new(world.device()))?;
-    let mut optim = config().with_check_every(3).init_on(layout, &net)?;
+    let config = config().with_check_every(3).with_gradients(gradients_of);
+    let mut optim = config.init_on(layout, &net)?;
     for step in 0..2 {
         if step == before && world.rank() == rank {
-            net = Flip::of(net, path, false);
+            net = Flip::of(net, path, false, 1);
         }
         let gradients = gradients(&net, step);
         net = optim.step(0.01, net, gradients)?;
     }
     if before == 2 && world.rank() == rank {
-        net = Flip::of(net, path, false);
+        net = Flip::of(net, path, false, 1);
     }
     let gradients = gradients(&net, 2);
     Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
@@ -112,11 +117,14 @@ fn a_bit_that_flips_in_a_parameter_is_found_on_all_ranks() {
         ("embedding.weight", 3, 1, 2),
         ("experts", 2, 1, 2),
     ] {
-        let errors = ranks_here(count, |world| {
-            let layout = Layout::new(&Mesh::flat(&world)).with_muon(config().muon);
-            flipped(&world, &layout, (path, rank, before))
-        });
-        assert_drifted(&errors.unwrap(), path, rank);
+        // Averaged, they are never reduced by a step.
+        for gradients in [Gradients::PerRank, Gradients::Averaged] {
+            let errors = ranks_here(count, |world| {
+                let layout = Layout::new(&Mesh::flat(&world)).with_muon(config().muon);
+                flipped(&layout, gradients, (path, rank, before))
+            });
+            assert_drifted(&errors.unwrap(), path, rank);
+        }
     }
 }
 
@@ -129,16 +137,22 @@ fn a_bit_that_flips_in_a_slice_is_found_on_all_ranks() {
                 "tp",
                 0,
             ));
-            flipped(&world, &layout, (path, rank, 2))
+            flipped(&layout, Gradients::PerRank, (path, rank, 2))
         });
         assert_drifted(&errors.unwrap(), path, rank);
     }
 }
 
 fn a_bit_that_flips_in_a_replica_of_a_part_is_found_on_all_ranks() {
+    a_flip_of_a_replica_is_found("embedding.weight", |layout| layout);
+    a_flip_of_a_replica_is_found("embedding.weight", |layout| layout.rows("gpu"));
+    a_flip_of_a_replica_is_found("wide.weight", |layout| layout.rows("gpu"));
+}
+
+fn a_flip_of_a_replica_is_found(path: &'static str, lay: fn(Layout) -> Layout) {
     let errors = ranks_here(4, |world| {
         let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
-        let layout = owned::layout_on(&mesh);
+        let layout = lay(owned::layout_on(&mesh));
         let device = world.device();
         let mut net = layout.shard(owned::Net::new(device))?;
         let mut optim = owned::config().with_check_every(2).init_on(&layout, &net)?;
@@ -148,12 +162,11 @@ fn a_bit_that_flips_in_a_replica_of_a_part_is_found_on_all_ranks() {
             optim.step(0.01, net, gradients)
         };
         net = step(net, 0)?;
-        if world.rank() == 2 {
-            net = Flip::of(net, "embedding.weight", true);
-        }
+        // On all ranks: a part that one rank alone has replaced would be gathered at another time.
+        net = Flip::of(net, path, true, u32::from(world.rank() == 2));
         Ok(step(net, 1).map(|_| ()).unwrap_err())
     });
-    assert_drifted(&errors.unwrap(), "embedding.weight", 2);
+    assert_drifted(&errors.unwrap(), path, 2);
 }
 
 fn checks_find_nothing_in_a_run_without_faults() {

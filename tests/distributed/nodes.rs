@@ -97,6 +97,12 @@ fn groups_of_the_same_ranks_have_one_communicator() {
             let model = layout.shard(Layers::square(3, 8, world.device()))?;
             let optim = DistMuonConfig::new().init_on(&layout, &model)?;
             assert_eq!(optim.memory().communicators, world.comm().communicators());
+            let described = match world.comm().communicators() {
+                1 => ", 1 communicator each".to_owned(),
+                count => format!(", {count} communicators each"),
+            };
+            let text = world.describe()?;
+            assert!(text.contains(&described) || !world.is_main(), "{text}");
             Ok(world.comm().communicators() - before)
         });
         assert_eq!(made.unwrap(), [expected; 4], "{name}");

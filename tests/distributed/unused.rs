@@ -1,6 +1,8 @@
 //! Parameters that some ranks do not use, and ranks with fewer batches: as one rank with zeros in
 //! place of the gradients that are missing.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -27,6 +29,7 @@ pub const EVERYWHERE: &[Case] = cases![
     heads_that_some_ranks_do_not_use_train_as_replicated_ones,
     heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones,
     slices_that_some_ranks_do_not_use_train_as_replicated_ones,
+    slices_of_ranks_without_batches_count_as_zeros,
     ranks_with_fewer_batches_train_as_with_zeros_on_one_rank,
     ranks_with_fewer_batches_train_as_replicated_ones,
 ];
@@ -38,6 +41,7 @@ pub const IN_PROCESS: &[Case] = cases![
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
     a_rank_without_any_batch_is_rejected,
     a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
+    a_rank_that_panics_in_a_call_of_a_layout_stops_all_ranks,
 ];
 
 const WIDTH: usize = 16;
@@ -94,12 +98,13 @@ fn task(rank: usize, pass: usize) -> usize {
 }
 
 /// Layouts of two ranks on which ranks may leave parameters out.
-const LAYOUTS: [fn(&World) -> Layout; 5] = [
+const LAYOUTS: [fn(&World) -> Layout; 6] = [
     |world| flat(world).allow_unused(),
     |world| flat(world).overlap_backward().allow_unused(),
     |world| flat(world).owned("dp").with_keep(Keep::Weights).allow_unused(),
     |world| flat(world).owned("dp").allow_unused(),
     |world| flat(world).owned("dp").overlap_backward().with_in_flight_mb(0.0).allow_unused(),
+    |world| flat(world).rows("dp").overlap_backward().allow_unused(),
 ];
 
 /// Trains on one rank with the gradients that `ranks` ranks have. `None` for a rank without one.
@@ -249,14 +254,65 @@ fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
-fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
-    let case = Cutting {
+/// Two rows of ranks with the slices of two weights.
+fn cutting() -> Cutting {
+    Cutting {
         axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
         cuts: vec![
             ("^tall\\.weight$", vec![("tp", 0, 1)]),
             ("^wide\\.weight$", vec![("tp", 1, 1)]),
         ],
+    }
+}
+
+/// Layouts of these slices.
+const OF_SLICES: [fn(Layout) -> Layout; 4] = [
+    |layout| layout.overlap_backward().allow_unused(),
+    |layout| layout.owned("dp").with_keep(Keep::Weights).allow_unused(),
+    |layout| layout.owned("dp").overlap_backward().allow_unused(),
+    |layout| layout.rows("dp").overlap_backward().allow_unused(),
+];
+
+fn slices_of_ranks_without_batches_count_as_zeros() {
+    let case = cutting();
+    let train = |change: fn(Layout) -> Layout, drains: bool| {
+        let runs = ranks(4, |world| {
+            let config = crate::config();
+            let layout = case.layout(&world)?.with_muon(config.muon.clone());
+            let layout = change(layout.with_small_elements(8));
+            let whole = Net::new(world.device());
+            let mut net = layout.shard(whole.clone())?;
+            let mut optim = config.init_on(&layout, &net)?;
+            for step in 0..3 {
+                let of = (world.rank(), false);
+                let mut gradients = slices(&case, (&whole, whole.gradients(step)), &net, of);
+                let mut loss = Tensor::<1>::zeros([1], (world.device(), DType::F32));
+                for linear in [&net.tall, &net.wide, &net.head] {
+                    let gradient = gradients.remove::<2>(linear.weight.id).expect("a gradient");
+                    loss = loss + (linear.weight.val() * Tensor::from_inner(gradient)).sum();
+                }
+                // The ranks of a row have the same data, and run out together.
+                let gradients = match (world.rank() / 2 == 0 || step == 0, drains) {
+                    (true, _) => layout.backward(&loss, &net)?,
+                    (false, true) => layout.drain(&(loss * f32::NAN), &net)?,
+                    (false, false) => layout.backward(&(loss * 0.0), &net)?,
+                };
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(layout.unshard(&net)?.weights())
+        });
+        runs.unwrap()
     };
+    let without_unused: fn(Layout) -> Layout = |layout| layout.owned("dp");
+    for (index, change) in OF_SLICES.into_iter().chain([without_unused]).enumerate() {
+        let expected = train(change, false);
+        assert!(expected[0] != Net::new(&crate::device()).weights(), "it trains");
+        assert!(train(change, true) == expected, "layout {index}");
+    }
+}
+
+fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
+    let case = cutting();
     let train = |change: Option<fn(Layout) -> Layout>| {
         let runs = ranks(4, |world| {
             let config = crate::config();
@@ -306,12 +362,7 @@ fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
     };
     let expected = train(None);
     assert!(expected[0] != Net::new(&crate::device()).weights(), "it trains");
-    let changes: [fn(Layout) -> Layout; 3] = [
-        |layout| layout.overlap_backward().allow_unused(),
-        |layout| layout.owned("dp").with_keep(Keep::Weights).allow_unused(),
-        |layout| layout.owned("dp").overlap_backward().allow_unused(),
-    ];
-    for (index, change) in changes.into_iter().enumerate() {
+    for (index, change) in OF_SLICES.into_iter().enumerate() {
         assert!(train(Some(change)) == expected, "layout {index}");
     }
 }
@@ -545,4 +596,57 @@ fn a_rank_that_fails_where_parameters_are_unused_stops_all_ranks() {
         world.comm().synchronize()?;
         optim.save(path, &net, &1)
     });
+}
+
+/// The calls, by their numbers: a forward pass in which the others use more, the backward pass of a
+/// rank without a batch, a whole model, and the end of a pass that is not trained.
+fn call_all(
+    layout: &Layout,
+    net: &Tasks,
+    rank: usize,
+    mut before: impl FnMut(usize),
+) -> Result<()> {
+    before(0);
+    let loss = net.loss(Some(layout), 1, rank);
+    before(1);
+    match rank {
+        0 => drop(layout.backward(&loss, net)?),
+        _ => drop(layout.drain(&loss, net)?),
+    }
+    before(2);
+    drop(layout.unshard(net)?);
+    before(3);
+    drop(net.loss(Some(layout), 1, rank));
+    layout.discard()
+}
+
+fn a_rank_that_panics_in_a_call_of_a_layout_stops_all_ranks() {
+    for (call, layout) in (0..4).flat_map(|call| [3, 5].map(|index| (call, LAYOUTS[index]))) {
+        let outcomes = Mutex::new(vec![]);
+        let run = catch_unwind(AssertUnwindSafe(|| {
+            ranks_here(2, |world| {
+                let fails = Arc::new(AtomicBool::new(false));
+                let panics = fails.clone();
+                let world = watched(&with_checkpoints(&world), move |event| {
+                    assert!(!panics.load(SeqCst), "a bug in {}", event.collective);
+                    Ok(())
+                });
+                let (rank, layout) = (world.rank(), layout(&world));
+                let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let outcome = call_all(&layout, &net, rank, |number| {
+                    fails.store(rank == 1 && number == call, SeqCst);
+                });
+                outcomes.lock().unwrap().push((rank, outcome.clone()));
+                outcome
+            })
+        }));
+        let panicked = run.expect_err("rank 1 panics");
+        let text = panicked.downcast_ref::<String>().expect("the panic is rank 1's");
+        assert!(text.starts_with("a bug in "), "call {call}: {text}");
+        let outcomes = outcomes.into_inner().unwrap();
+        assert!(
+            matches!(&outcomes[..], [(0, Err(Error::PeerFailed { rank: 1, .. }))]),
+            "call {call}: {outcomes:?}"
+        );
+    }
 }

@@ -29,6 +29,8 @@ pub const FAILS_AT: &str = "DISTMUON_TEST_FAILS_AT";
 /// processes takes seconds: by default not every event has one.
 const EVERY: &str = "DISTMUON_TEST_EVERY_EVENT";
 const DISTANCE: usize = 16;
+/// In place of an event: the victim saves where the others train on.
+const SAVES_ALONE: usize = usize::MAX - 1;
 
 /// Runs a rank, which writes its outcome to the folder.
 pub fn work(fails_at: &str) {
@@ -78,6 +80,9 @@ fn train(world: &World, folder: &Path, fails_at: usize, events: &Arc<AtomicUsize
     let model = layout.shard(model)?;
     let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
     optim.save(&checkpoint, &model, &0)?;
+    if fails_at == SAVES_ALONE && world.rank() == VICTIM {
+        optim.save(&checkpoint, &model, &2)?;
+    }
     counts.store(true, SeqCst);
     let input = Tensor::<2>::ones([3, 12], world.device());
     let group = mesh.group("tp").expect("an axis of the mesh");
@@ -104,6 +109,20 @@ fn outcomes(fails_at: usize) -> (Vec<String>, i32) {
     let outcomes = (0..RANKS).map(outcome).collect();
     let progress = checkpoint::progress(folder.path().join("run.ckpt"));
     (outcomes, progress.expect("a complete checkpoint"))
+}
+
+/// It waits in the group of all ranks, and the others in groups of two.
+pub fn a_rank_that_saves_alone_is_named_with_its_call_at_once() {
+    if !mpirun::is_there() {
+        return;
+    }
+    let (outcomes, progress) = outcomes(SAVES_ALONE);
+    assert_eq!(progress, 0, "{outcomes:?}");
+    let is_named = |outcome: &String| {
+        outcome.starts_with("failed: the ranks disagree")
+            && outcome.contains(&format!("rank {VICTIM}: first_bytes"))
+    };
+    assert!(outcomes.iter().all(is_named), "{outcomes:?}");
 }
 
 pub fn a_rank_that_fails_is_named_by_all_others() {

@@ -117,6 +117,11 @@ pub fn main() {
             passes::a_rank_that_fails_is_named_by_all_others,
         ),
         #[cfg(feature = "mpi")]
+        (
+            "a_rank_that_saves_alone_is_named_with_its_call_at_once",
+            passes::a_rank_that_saves_alone_is_named_with_its_call_at_once,
+        ),
+        #[cfg(feature = "mpi")]
         ("hosts_that_lose_their_link_fail_and_resume_later", hosts::fail_and_resume_after_a_cut),
     ];
     let trials = cases.iter().map(|(name, case)| {

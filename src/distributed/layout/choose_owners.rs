@@ -134,7 +134,7 @@ impl Layout {
     /// such as an expert, has an owner with one of these.
     fn cells_of_matrices(&self, parameter: &Parameter) -> Vec<(Vec<usize>, Vec<usize>)> {
         let Some(slices) = &parameter.slices else { return vec![] };
-        let grid = self.grid(slices.axes());
+        let grid = self.mesh.grid(slices.axes());
         let (count, elements) = parameter.owned();
         let mut of_slices: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
         for matrix in 0..count {

@@ -125,7 +125,7 @@ impl Layout {
     fn groups(&self, parameters: &[Arc<PassParameter>]) -> Result<Groups> {
         let world = self.world();
         let group = |axes: Vec<String>| {
-            let grid = self.grid(&axes);
+            let grid = self.mesh.grid(&axes);
             let positions = self.positions(&axes, &grid);
             let split = |index: fn(&Position) -> usize| -> Result<World> {
                 let group = self.mesh.split(|rank| {

@@ -22,7 +22,7 @@ use burn::tensor::Tensor;
 
 pub(super) use pass_parameter::{BlockPart, PassParameter};
 pub use passes::Keep;
-pub(super) use passes::{Message, PassBytes, Passes, Publishing};
+pub(super) use passes::{Message, PassBytes, Passes, Publishing, ReportedBytes};
 pub use table::LayoutTable;
 
 use super::config::DistMuonConfig;
@@ -540,12 +540,14 @@ impl Layout {
         model: &M,
         mut gradients: GradientsParams,
     ) -> Result<GradientsParams> {
-        let mut buffer = self.micro_batches();
         // Of parameters that the step reduces: the passes add up their own.
+        let mut buffer = self.micro_batches();
         if buffer.count() > 0 {
             buffer.add(model, gradients)?;
             gradients = buffer.take_sum();
         }
+        // Not while the pass waits for other ranks.
+        drop(buffer);
         self.finish(model, &mut gradients)?;
         Ok(gradients)
     }
@@ -841,6 +843,8 @@ impl Layout {
     ) -> Vec<Arc<PassParameter>> {
         let Some(Chosen { owners, .. }) = chosen else { return vec![] };
         let (mut trained, mut all) = (model.iter(), vec![]);
+        // Of all ranks: once for all parameters with the same cuts.
+        let mut positions: BTreeMap<Vec<String>, Vec<Position>> = BTreeMap::new();
         for found in found {
             let known = found.trainable.then(|| trained.next().expect("each is in the model"));
             if !found.placement.reduces_in_backward() {
@@ -860,10 +864,12 @@ impl Layout {
                 }
             };
             let axes = parameter.slice.as_ref().map_or(&[][..], |slice| slice.slices.axes());
-            let grid = self.grid(axes);
+            let grid = self.mesh.grid(axes);
             let bucket = Bucket::of_one(&blocks, &owners, self.world().size());
             let shards = self.shards(&bucket, &blocks, &grid);
-            let positions = (&*self.positions(axes, &grid), grid.replica);
+            let positions =
+                positions.entry(axes.to_vec()).or_insert_with(|| self.positions(axes, &grid));
+            let positions = (&**positions, grid.replica);
             all.push(Arc::new(PassParameter::new(all.len(), &parameter, shards, positions)));
         }
         all
@@ -872,14 +878,14 @@ impl Layout {
     /// The shards of a parameter that the ranks of a column of the grid share.
     fn shards(&self, bucket: &Bucket, blocks: &[Parameter], grid: &Grid) -> ParameterShards {
         // By the slices that are stored, which are rows of those in the grid, or the same.
-        let stored = self.grid(blocks[0].cut_axes());
+        let stored = self.mesh.grid(blocks[0].cut_axes());
         let mut of_slices: BTreeMap<usize, Bucket> = BTreeMap::new();
         let shard = |ranks: &Vec<usize>| {
             let [replica, slice] = stored.positions[ranks[grid.slice]];
             // Replicas store the same slice, whose bucket is made once.
             let held = of_slices
                 .entry(slice)
-                .or_insert_with(|| bucket.of_slice(blocks, &stored.ranks, slice));
+                .or_insert_with(|| bucket.of_slice(blocks, &stored.positions, slice));
             let in_use = |Overlap { parameter: block, elements, padding }| {
                 let slices = blocks[block].slices.as_ref();
                 let first = slices.map_or(0, |slices| slices.before_in_use(slice));
@@ -891,13 +897,5 @@ impl Layout {
         let in_use = grid.ranks.iter().map(shard).collect();
         let runs = of_slices[&stored.slice].runs(stored.replica);
         ParameterShards { in_use, runs }
-    }
-
-    /// The ranks by their slices of parameters that are cut along some axes.
-    fn grid(&self, axes: &[String]) -> Grid {
-        match axes {
-            [] => Grid::flat(self.world()),
-            axes => self.mesh.grid(axes),
-        }
     }
 }

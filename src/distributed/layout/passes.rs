@@ -19,7 +19,7 @@ mod state;
 mod unused_parameters;
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{Shape, Tensor};
 use serde::{Deserialize, Serialize};
@@ -31,8 +31,8 @@ use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
 pub use message::Message;
-use state::{Arrived, Flight, PassMode, PassState, Uses, Values};
-pub use state::{PassBytes, Publishing};
+use state::{Arrived, Flight, Locked, PassMode, PassState, Uses, Values};
+pub use state::{PassBytes, Publishing, ReportedBytes};
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +84,7 @@ pub struct Passes {
     limits: Limits,
     clock: Clock,
     state: Mutex<PassState>,
+    reported: Arc<Mutex<ReportedBytes>>,
 }
 
 /// The ranks with which a rank exchanges parameters.
@@ -124,8 +125,9 @@ impl Passes {
         let uses = parameters.iter().map(|_| Uses::default()).collect();
         let mut state = PassState::default();
         state.uses = uses;
+        let reported = state.reported.clone();
         let (clock, state) = (Clock::default(), Mutex::new(state));
-        Self { groups, parameters, by_path, micro_batches, limits, clock, state }
+        Self { groups, parameters, by_path, micro_batches, limits, clock, state, reported }
     }
 
     pub fn parameters(&self) -> &[Arc<PassParameter>] {
@@ -156,8 +158,9 @@ impl Passes {
         messages
     }
 
-    fn state(&self) -> MutexGuard<'_, PassState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The state, which a pass keeps locked while it waits for other ranks.
+    fn state(&self) -> Locked<'_> {
+        Locked(self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The whole of a parameter for a use in a forward pass. Its gradient is reduced to the parts.
@@ -345,14 +348,9 @@ impl Passes {
         self.groups.world.comm().fail(&error.to_string());
     }
 
-    /// The bytes held at the peaks of all passes.
-    pub fn held(&self) -> Vec<PassBytes> {
-        self.state().bytes.peaks.to_vec()
-    }
-
-    /// The bytes held now.
-    pub fn holds(&self) -> PassBytes {
-        self.state().held()
+    /// The bytes held now, and at the peaks of all passes. Waits for no other rank.
+    pub fn reported(&self) -> ReportedBytes {
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Fails after a failure in a pass.

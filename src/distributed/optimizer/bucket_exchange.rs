@@ -98,7 +98,7 @@ impl Exchange {
                 Self { held, group, publishers, assembly: None }
             }
             Some(group) => Self {
-                held: bucket.of_slice(parameters, &group.grid.ranks, group.grid.slice),
+                held: bucket.of_slice(parameters, &group.grid.positions, group.grid.slice),
                 group: group.alike.clone(),
                 publishers,
                 assembly: Some(Assembly::new(bucket, parameters, group)),

@@ -7,7 +7,7 @@ use comfy_table::{Table, presets};
 use super::bucket_shard::Shard;
 use super::detached_parameters::DetachedParameters;
 use super::publication::Arriving;
-use crate::distributed::layout::{PassBytes, Passes};
+use crate::distributed::layout::{PassBytes, Passes, ReportedBytes};
 
 /// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -128,8 +128,9 @@ impl MemoryMeter {
             ..Snapshot::default()
         };
         let mut report = self.report;
-        passes.held().into_iter().for_each(|peak| report.observe(snapshot(peak)));
-        let mut now = snapshot(passes.holds());
+        let ReportedBytes { now, peaks } = passes.reported();
+        peaks.into_iter().for_each(|peak| report.observe(snapshot(peak)));
+        let mut now = snapshot(now);
         // Parameters on their way have no tensor yet; their bytes are in the buffers.
         now.parameters -= arriving.parameters;
         now.buffers += arriving.buffers;

@@ -16,7 +16,12 @@ use crate::slices;
 /// The buckets of a step that are being gathered. The first use of a parameter waits for its
 /// bucket, and for those before it.
 #[derive(Default)]
-pub struct Publication(Mutex<Arrivals>);
+pub struct Publication {
+    /// Locked while a use waits for other ranks: the calls of a rank have one order.
+    arrivals: Mutex<Arrivals>,
+    /// For reports, which do not wait.
+    arriving: Mutex<Arriving>,
+}
 
 #[derive(Default)]
 struct Arrivals {
@@ -27,6 +32,7 @@ struct Arrivals {
 }
 
 /// Bytes of parameters that have not arrived.
+#[derive(Clone, Copy, Default)]
 pub struct Arriving {
     pub parameters: usize,
     /// The bytes of their buffers, for sending and receiving.
@@ -36,24 +42,47 @@ pub struct Arriving {
 impl Publication {
     /// The bytes that are on their way.
     pub fn arriving(&self) -> Arriving {
-        let state = self.state();
-        let of_bucket = |bucket: &Bucket| -> usize {
-            let segments = bucket.by_parameter().into_values().flatten();
-            segments.map(|segment| segment.len * bucket.dtype.size()).sum()
-        };
-        Arriving {
-            parameters: state.pending.iter().map(|(bucket, _)| of_bucket(bucket)).sum(),
-            buffers: state.pending.iter().map(|(_, pending)| pending.bytes()).sum(),
-        }
+        *self.lock_arriving()
+    }
+
+    fn lock_arriving(&self) -> MutexGuard<'_, Arriving> {
+        self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn state(&self) -> MutexGuard<'_, Arrivals> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a bucket, whose gathering has started after the buckets before it.
     pub fn add(&self, bucket: &Bucket, pending: Pending) {
+        let more = Arriving::of(bucket, &pending);
         self.state().pending.push_back((bucket.clone(), pending));
+        let mut arriving = self.lock_arriving();
+        arriving.parameters += more.parameters;
+        arriving.buffers += more.buffers;
+    }
+
+    /// Waits for the oldest bucket. Returns `false` if there is none, or after a failure.
+    fn land(&self, state: &mut Arrivals) -> bool {
+        let Some((bucket, pending)) = state.pending.pop_front() else { return false };
+        let landed = Arriving::of(&bucket, &pending);
+        let outcome = pending.wait();
+        let mut arriving = self.lock_arriving();
+        match outcome {
+            Ok(buffer) => {
+                arriving.parameters -= landed.parameters;
+                arriving.buffers -= landed.buffers;
+                state.arrived.extend(values(&bucket, &buffer));
+                true
+            }
+            Err(error) => {
+                // The first failure names the cause; later ones follow from it.
+                state.failure.get_or_insert(error);
+                state.pending.clear();
+                *arriving = Arriving::default();
+                false
+            }
+        }
     }
 
     /// Waits for all buckets.
@@ -63,7 +92,7 @@ impl Publication {
     /// The first failure of a bucket.
     pub fn finish(&self) -> Result<()> {
         let mut state = self.state();
-        while state.land() {}
+        while self.land(&mut state) {}
         // Kept, and not taken: every later call has to fail as well.
         state.failure.clone().map_or(Ok(()), Err)
     }
@@ -83,7 +112,7 @@ impl Publication {
             if let Some(value) = state.arrived.remove(&index) {
                 return Some(value);
             }
-            if !state.land() {
+            if !self.land(&mut state) {
                 return None;
             }
         };
@@ -96,29 +125,19 @@ impl Publication {
     }
 }
 
-impl Arrivals {
-    /// Waits for the oldest bucket. Returns `false` if there is none, or after a failure.
-    fn land(&mut self) -> bool {
-        let Some((bucket, pending)) = self.pending.pop_front() else { return false };
-        match pending.wait() {
-            Ok(buffer) => {
-                self.arrived.extend(values(&bucket, &buffer));
-                true
-            }
-            Err(error) => {
-                // The first failure names the cause; later ones follow from it.
-                self.failure.get_or_insert(error);
-                self.pending.clear();
-                false
-            }
-        }
+impl Arriving {
+    fn of(bucket: &Bucket, pending: &Pending) -> Self {
+        let segments = bucket.by_parameter().into_values().flatten();
+        let elements: usize = segments.map(|segment| segment.len).sum();
+        Self { parameters: elements * bucket.dtype.size(), buffers: pending.bytes() }
     }
 }
 
 impl Drop for Arrivals {
     /// Waits for all that was not used, since the other ranks send it.
     fn drop(&mut self) {
-        while self.land() {}
+        // After a failure there is nothing to wait for.
+        _ = self.pending.drain(..).try_for_each(|(_, pending)| pending.wait().map(drop));
     }
 }
 

@@ -109,23 +109,32 @@ impl Bucket {
     }
 
     /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
-    /// of the shards of its ranks, one after the other. Its counts are the rows'.
+    /// of the shards of its ranks, one after the other. Its counts are the rows'. `positions` has the
+    /// row and the column of every rank, of the last one the last.
     ///
     /// A bucket without cuts is the same everywhere.
     pub(crate) fn of_slice(
         &self,
         parameters: &[Parameter],
-        ranks: &[Vec<usize>],
+        positions: &[[usize; 2]],
         slice: usize,
     ) -> Self {
         if self.parameters.iter().all(|index| parameters[*index].slices.is_none()) {
             return self.clone();
         }
-        // Row by row of the grid: a replica's part of the slice is what its owners hold of it.
+        // Row by row of the grid: a replica's part of the slice is what its owners hold of it. Most
+        // ranks own nothing of a bucket, and this is done for the slice of every rank.
+        let [last_row, _] = positions[positions.len() - 1];
+        let mut owners = vec![vec![]; last_row + 1];
+        for rank in self.counts.holders() {
+            let [row, column] = positions[rank];
+            owners[row].push((column, rank));
+        }
         let (mut pieces, mut counts): (_, Vec<usize>) = (vec![], vec![]);
-        for row in ranks {
+        for mut row in owners {
+            row.sort_unstable();
             let first = pieces.len();
-            let runs = row.iter().flat_map(|rank| self.runs(*rank));
+            let runs = row.into_iter().flat_map(|(_, rank)| self.runs(rank));
             pieces.extend(runs.filter_map(|Run { parameter, elements, .. }| {
                 let slices = parameters[parameter].slices.as_ref();
                 // Elements of a slice in the order of the whole: a run stays a run.

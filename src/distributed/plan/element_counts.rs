@@ -27,6 +27,16 @@ impl Counts {
         self.iter().collect()
     }
 
+    /// Returns the ranks that have elements.
+    pub fn holders(&self) -> impl Iterator<Item = usize> {
+        let mut end = 0;
+        self.0.iter().flat_map(move |equal| {
+            let start = end;
+            end += equal.ranks;
+            if equal.elements > 0 { start..end } else { end..end }
+        })
+    }
+
     /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.0.iter().map(|equal| equal.ranks).sum()
@@ -84,7 +94,9 @@ mod tests {
             assert_eq!(counts.to_vec(), one_owner(ranks).collect::<Vec<_>>());
             assert_eq!((counts.ranks(), counts.of(5), counts.of(ranks - 1)), (ranks, 7, 0));
             assert_eq!([0, 5, 6, ranks].map(|rank| counts.before(rank)), [0, 0, 7, 7]);
+            assert_eq!(counts.holders().collect::<Vec<_>>(), [5]);
             let equal: Counts = std::iter::repeat_n(3, ranks).collect();
+            assert!(equal.holders().eq(0..ranks));
             assert_eq!((equal.0.len(), equal.before(ranks)), (1, 3 * ranks));
         }
     }

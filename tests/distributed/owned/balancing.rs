@@ -88,8 +88,11 @@ pub fn every_balancing_of_divided_parameters_trains_as_one_rank() {
     for (config, lay) in planners().iter().flat_map(|config| lays.map(|lay| (config, lay))) {
         for count in [1, 2, 4] {
             let run = ranks(count, |world| advanced(&world, (config, lay), 0..3, [None, None]));
-            for (weights, _) in run.unwrap() {
-                assert!(weights == expected, "{count} ranks, {config}");
+            let run = run.unwrap();
+            for (weights, owners) in &run {
+                assert!(*weights == expected, "{count} ranks, {config}");
+                // Every rank measures other times: rank 0 decides.
+                assert_eq!(*owners, run[0].1, "{count} ranks, {config}");
             }
         }
     }

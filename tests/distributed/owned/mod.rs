@@ -5,6 +5,7 @@ mod balancing;
 mod identities;
 mod messages;
 pub mod rejections;
+mod reports;
 mod rows;
 
 use std::sync::Arc;
@@ -73,6 +74,7 @@ use messages::a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once
 use rejections::{
     a_parameter_that_one_rank_does_not_use_is_named,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
+    a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     averages_and_abandoned_passes_do_not_disturb_training,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
@@ -83,6 +85,7 @@ use rejections::{
     ranks_of_other_groups_are_told_of_a_difference,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
 };
+use reports::reports_do_not_wait_for_passes_that_wait_for_other_ranks;
 use rows::{
     a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
     averages_of_rows_are_those_of_whole_parameters, every_part_of_the_update_is_exact_for_rows,
@@ -124,6 +127,8 @@ pub const IN_PROCESS: &[Case] = cases![
     rows_may_be_uneven_or_none,
     averages_of_rows_are_those_of_whole_parameters,
     rows_that_do_not_fit_are_rejected,
+    reports_do_not_wait_for_passes_that_wait_for_other_ranks,
+    a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned,
 ];
 
 const WIDTH: usize = 16;
@@ -646,8 +651,8 @@ fn an_evaluation_gathers_ahead_in_its_own_order() {
 }
 
 /// The ways in which ranks have a model: their number, and the axis along which it is divided, in
-/// rows or whole at owners.
-const LAYOUTS: [(usize, Option<&str>); 8] = [
+/// rows or whole at owners, or that its gradients are reduced in the backward pass.
+const LAYOUTS: [(usize, Option<&str>); 10] = [
     (1, None),
     (4, None),
     (1, Some("dp")),
@@ -656,6 +661,8 @@ const LAYOUTS: [(usize, Option<&str>); 8] = [
     (4, Some("gpu")),
     (2, Some("dp rows")),
     (4, Some("gpu rows")),
+    (2, Some("overlap")),
+    (4, Some("overlap")),
 ];
 
 /// The layout of one of [`LAYOUTS`].
@@ -665,6 +672,7 @@ fn layout_by(world: &World, axis: Option<&str>) -> Result<Layout> {
         None => layout(&Mesh::flat(world)),
         Some("dp") => layout(&Mesh::flat(world)).owned("dp"),
         Some("dp rows") => layout(&Mesh::flat(world)).rows("dp"),
+        Some("overlap") => layout(&Mesh::flat(world)).overlap_backward(),
         Some("gpu rows") => layout(&nodes(world)?).rows("gpu"),
         Some(axis) => layout(&nodes(world)?).owned(axis),
     })

@@ -316,6 +316,7 @@ pub fn a_rank_that_fails_at_any_event_stops_all_ranks() {
         let loss = net.loss(super::tokens(world.rank(), 0, world.device()));
         let gradients = layout.backward(&loss, &net)?;
         let net = optim.step(0.01, net, gradients)?;
+        layout.unshard(&net)?;
         world.comm().synchronize()?;
         optim.save(path, &net, &1)
     });
@@ -467,6 +468,43 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
         assert!(calm.iter().zip(&disturbed).all(|(calm, values)| super::are_equal(calm, values)));
         // Gradients are reduced as early as without other passes.
         assert!(peak <= in_flight, "{peak} of {in_flight}");
+    }
+}
+
+/// Where every rank has all parameters, an evaluation sends nothing, and one rank may do it.
+pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
+    let train = |lay: fn(Layout) -> Layout, evaluating: Option<usize>| {
+        ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let layout = lay(Layout::new(&Mesh::flat(&world)));
+            let mut net = layout.shard(layers(world.device()))?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+            for _ in 0..3 {
+                if evaluating == Some(world.rank()) {
+                    output(&net.valid(), ones(&world.device().clone().inner()));
+                }
+                let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(weights(&layout.unshard(&net)?))
+        })
+    };
+    let replicated: [fn(Layout) -> Layout; 2] = [|layout| layout, Layout::overlap_backward];
+    for lay in replicated {
+        let expected = train(lay, None).unwrap();
+        assert!(train(lay, Some(1)).unwrap() == expected);
+    }
+    if worlds::results_may_be_early() {
+        excused("a rank that waits for nothing but results, which only the deadline ends");
+        return;
+    }
+    let owned: [fn(Layout) -> Layout; 2] =
+        [|layout| layout.owned("dp"), |layout| layout.rows("dp")];
+    for (lay, evaluating) in owned.into_iter().flat_map(|lay| [0, 1].map(|rank| (lay, rank))) {
+        let start = Instant::now();
+        let error = train(lay, Some(evaluating)).expect_err("one rank makes other calls");
+        assert!(start.elapsed() < DEADLINE / 4, "{:?}: {error}", start.elapsed());
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
     }
 }
 

@@ -292,7 +292,7 @@ impl BucketBytes {
             Some(group) => {
                 let grid = &group.grid;
                 (
-                    bucket.of_slice(parameters, &grid.ranks, grid.slice),
+                    bucket.of_slice(parameters, &grid.positions, grid.slice),
                     grid.replica,
                     grid.ranks.len(),
                 )

@@ -59,9 +59,8 @@ impl Passes {
     /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
     /// micro-batches. All ranks make this call.
     pub fn discard(&self) -> Result<()> {
-        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
         // Also where nothing is divided: micro-batches are kept for every layout.
-        drop(earlier.take_sum());
+        drop(self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).take_sum());
         if self.parameters.is_empty() {
             return Ok(());
         }

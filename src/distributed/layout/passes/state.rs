@@ -1,6 +1,8 @@
 //! The state of a rank's passes: calls on their way, uses of parameters, and bytes.
 
 use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::ParamId;
 use burn::tensor::Tensor;
@@ -91,8 +93,18 @@ impl PassBytes {
     }
 }
 
+/// The bytes that passes hold, for reports. They have a lock of their own, since that of the state
+/// is held while a pass waits for other ranks: the calls of a rank have one order.
+#[derive(Debug, Clone, Default)]
+pub struct ReportedBytes {
+    pub now: PassBytes,
+    /// The bytes held at the peak of each kind, and of their sum.
+    pub peaks: [PassBytes; 5],
+}
+
 #[derive(Debug, Default)]
 pub struct PassState {
+    pub reported: Arc<Mutex<ReportedBytes>>,
     pub flights: VecDeque<Flight>,
     /// The gradients that wait for others. A bucket will be sent in one message.
     pub buckets: VecDeque<Vec<Gradient>>,
@@ -120,6 +132,29 @@ pub struct UsedPart {
     pub last: usize,
 }
 
+/// The state, locked. What it holds in the end is reported.
+pub struct Locked<'a>(pub MutexGuard<'a, PassState>);
+
+impl Deref for Locked<'_> {
+    type Target = PassState;
+
+    fn deref(&self) -> &PassState {
+        &self.0
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut PassState {
+        &mut self.0
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        self.observe();
+    }
+}
+
 /// The uses of a parameter on all ranks in a pass, where ranks may leave it out.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UsesOfRanks {
@@ -131,7 +166,7 @@ pub struct UsesOfRanks {
     pub count: bool,
 }
 
-/// Bytes that are held now, and the most so far.
+/// Bytes that are held now.
 #[derive(Debug, Default)]
 pub struct HeldBytes {
     /// Parameters that are gathered ahead, or on their way.
@@ -144,8 +179,6 @@ pub struct HeldBytes {
     pub sums: usize,
     /// This rank's shards of means.
     pub means: usize,
-    /// The bytes held at the peak of each kind, and of their sum.
-    pub peaks: [PassBytes; 5],
 }
 
 /// The uses that are expected next, as the pass before had them.
@@ -304,10 +337,10 @@ impl Drop for PassState {
 }
 
 impl PassState {
-    pub fn held(&self) -> PassBytes {
+    fn held(&self) -> PassBytes {
         let publishing = self.publishing.iter().map(Publishing::bytes).sum();
         let waiting: usize = self.waiting().map(|gradient| bytes(&gradient.parts)).sum();
-        let HeldBytes { ahead, kept, reducing, sums, means, .. } = self.bytes;
+        let HeldBytes { ahead, kept, reducing, sums, means } = self.bytes;
         let in_flight = reducing + sums + waiting;
         PassBytes { gathered: ahead + kept, in_flight, means, publishing }
     }
@@ -338,8 +371,11 @@ impl PassState {
         self.waiting().any(|gradient| gradient.index == index) || self.flights.iter().any(is_sent)
     }
 
-    pub fn observe(&mut self) {
+    /// Reports the bytes that are held now.
+    pub fn observe(&self) {
         let now = self.held();
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        reported.now = now;
         let sizes: [fn(&PassBytes) -> usize; 5] = [
             |held| held.gathered,
             |held| held.in_flight,
@@ -347,7 +383,7 @@ impl PassState {
             |held| held.publishing,
             PassBytes::total,
         ];
-        for (peak, size) in self.bytes.peaks.iter_mut().zip(sizes) {
+        for (peak, size) in reported.peaks.iter_mut().zip(sizes) {
             if size(&now) > size(peak) {
                 *peak = now;
             }

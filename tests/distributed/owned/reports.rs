@@ -1,0 +1,119 @@
+//! Reports of memory by another thread, while a pass waits for other ranks.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use distmuon::Result;
+use distmuon::distributed::{DistModuleOptimizer, Layout, Place, Publish};
+use distmuon_testing::watched::watched;
+
+use super::{Net, config, layout, tokens, with_checkpoints};
+use crate::ranks_here;
+
+/// The time after which a report that has not come counts as one that waits for the pass.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Asks another thread for a report at every event of a rank's pass, and waits for it.
+#[derive(Clone, Default)]
+struct Reports {
+    lines: Arc<Mutex<Option<Lines>>>,
+    came: Arc<AtomicUsize>,
+    missing: Arc<AtomicUsize>,
+}
+
+struct Lines {
+    questions: Sender<()>,
+    answers: Receiver<()>,
+}
+
+/// Ends the thread that reports, also after a panic.
+struct HangUp<'a>(&'a Reports);
+
+impl Drop for HangUp<'_> {
+    fn drop(&mut self) {
+        *self.0.lines.lock().unwrap() = None;
+    }
+}
+
+impl Reports {
+    fn ask(&self) {
+        let mut lines = self.lines.lock().unwrap();
+        let Some(Lines { questions, answers }) = &*lines else { return };
+        questions.send(()).unwrap();
+        match answers.recv_timeout(PATIENCE) {
+            Ok(()) => _ = self.came.fetch_add(1, SeqCst),
+            Err(_) => {
+                self.missing.fetch_add(1, SeqCst);
+                *lines = None;
+            }
+        }
+    }
+
+    /// Runs a pass, with reports at all of its events.
+    fn during<T>(
+        &self,
+        optim: &DistModuleOptimizer,
+        pass: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let ((questions, asked), (answered, answers)) = (channel(), channel());
+        *self.lines.lock().unwrap() = Some(Lines { questions, answers });
+        std::thread::scope(|scope| {
+            let _hang_up = HangUp(self);
+            scope.spawn(move || {
+                for () in asked {
+                    assert!(optim.memory().total.now > 0);
+                    if answered.send(()).is_err() {
+                        return;
+                    }
+                }
+            });
+            pass()
+        })
+    }
+}
+
+/// A layout, and the time at which the parameters of a step arrive.
+type Case = (fn(Layout) -> Layout, Publish);
+
+pub fn reports_do_not_wait_for_passes_that_wait_for_other_ranks() {
+    let cases: [Case; 4] = [
+        (|layout| layout, Publish::Now),
+        (|layout| layout.rows("dp"), Publish::AtFirstUse),
+        (|layout| layout.overlap_backward().allow_unused(), Publish::Now),
+        // Nothing is sent but the parameters of the step before.
+        (|layout| layout.with_place(Place::replicated("")), Publish::AtFirstUse),
+    ];
+    for (lay, publish) in cases {
+        let run = ranks_here(2, |world| {
+            let reports = Reports::default();
+            let asking = reports.clone();
+            let world = watched(&with_checkpoints(&world), move |_| {
+                asking.ask();
+                Ok(())
+            });
+            let (device, layout) = (world.device(), lay(layout(&world)));
+            let mut net = layout.shard(Net::new(device))?;
+            let mut optim = config().with_publish(publish).init_on(&layout, &net)?;
+            for step in 0..2 {
+                let gradients = reports.during(&optim, || {
+                    let loss = |batch| net.loss(tokens(world.rank(), batch, device));
+                    layout.accumulate(&loss(10 + step), &net)?;
+                    layout.backward(&loss(step), &net)
+                })?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            reports.during(&optim, || {
+                net.evaluated(&world, 0);
+                layout.unshard(&net)?;
+                layout.discard()
+            })?;
+            Ok((reports.came.load(SeqCst), reports.missing.load(SeqCst)))
+        });
+        for (came, missing) in run.unwrap() {
+            assert_eq!(missing, 0, "{publish:?}");
+            assert!(came > 3, "{came}");
+        }
+    }
+}
