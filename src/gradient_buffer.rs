@@ -9,8 +9,8 @@ use burn::tensor::{DType, Tensor};
 
 use crate::checks::ensure_gradient_matches;
 use crate::error::{Error, Result};
+use crate::flat::bytes;
 use crate::parameters::{self, Field, Visit};
-use crate::slices::bytes;
 use crate::update::{ONLY_RANK, is_half};
 
 /// The gradients of a step, the sums over its micro-batches: float32 for parameters

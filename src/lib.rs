@@ -155,10 +155,10 @@ pub mod schedule;
 mod settings_from_depth;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
 // that package is not part of.
+mod flat;
 #[cfg(test)]
 #[allow(dead_code)] // the devices of the enabled features decide which skips there are
 mod skipped_tests;
-mod slices;
 // A link to the file of the kernels' tests, for the same reason.
 #[cfg(all(test, feature = "cuda"))]
 #[allow(dead_code)] // the kernels' tests use all of it

@@ -7,8 +7,8 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::matrix_view::MatrixLayout;
-use crate::slices;
 
 /// The side of a matrix that is cut into blocks.
 // Exhaustive: a matrix has two sides.
@@ -183,7 +183,7 @@ impl Blocks {
         let mut filled =
             values.reshape(self.batch).split_with_sizes(filled, self.dimension).into_iter();
         let block = |size: &usize| match size {
-            0 => slices::empty(dtype, &device),
+            0 => flat::empty(dtype, &device),
             _ => filled.next().expect("a block for every size").reshape([-1]),
         };
         self.sizes.iter().map(block).collect()

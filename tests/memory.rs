@@ -9,7 +9,7 @@ use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
     DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory,
 };
-use distmuon::link::{Clock, Link};
+use distmuon::link::{GraphOrder, Link};
 use distmuon::parallel::{RowEmbedding, exchange};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MasterWeights, MuonConfig, NewtonSchulz,
@@ -712,7 +712,7 @@ fn an_exchange_of_rows_is_linear_in_the_ranks() {
     }
 }
 
-/// What a rank of many has after a model was divided and one step was taken.
+/// The memory and calls of a rank of many, after a model was divided and one step was taken.
 struct OfManyRanks {
     /// The numbers that it has passed to collectives.
     numbers: usize,
@@ -932,7 +932,7 @@ fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
 
 /// Bytes that a chain of products with weights that are made again holds after its forward pass,
 /// and at most in its backward pass.
-fn extra_of_links(clock: Option<&Clock>) -> [usize; 2] {
+fn extra_of_links(clock: Option<&GraphOrder>) -> [usize; 2] {
     let device = Device::default().autodiff();
     let leaves: Vec<_> = (0..4).map(|_| Tensor::<1>::ones([1], &device).require_grad()).collect();
     let input = Tensor::<2>::ones([4, 512], &device);
@@ -942,7 +942,7 @@ fn extra_of_links(clock: Option<&Clock>) -> [usize; 2] {
             |part: Tensor<1>| Tensor::<1>::ones([512 * 512], (&part.device(), DType::F32)) * part;
         let link = Link::new(|gradient| gradient.sum()).made_again(make);
         let link = match clock {
-            Some(clock) => link.at(clock.next(leaf)),
+            Some(clock) => link.at(order.next(leaf)),
             None => link,
         };
         let whole = make(leaf.clone().inner()).reshape([512, 512]);
@@ -963,9 +963,9 @@ fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
     if !is_on_host() {
         return;
     }
-    let clock = Clock::default();
+    let clock = GraphOrder::default();
     extra_of_links(Some(&clock)); // libraries, and the depths of the clock
-    clock.reset();
+    order.reset();
     let [kept, peak] = extra_of_links(Some(&clock));
     assert!(kept <= SCRATCH / 4 && peak <= 2 * LAYER + SCRATCH / 4, "{kept}, {peak}");
     // Without a clock, all gradients wait for the end.

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Bool, FloatDType, Tensor};
 
-use crate::slices::expand;
+use crate::flat::expand;
 
 /// A flag for every row, as a tensor on its device: no value is read back. A row is a unit that a
 /// step updates or leaves as a whole: a matrix of a batch, a slice of a parameter.

@@ -7,7 +7,7 @@ use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{MatrixOps, norm_parts};
 use super::precise::{precise_dtype, wide};
 use super::tensor_list::TensorList;
-use crate::slices;
+use crate::flat;
 
 /// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the
 /// squares of the elements divided by it, as in LAPACK's `slassq`.
@@ -63,8 +63,8 @@ impl ScaledNorms {
         let [length] = tensor.dims();
         let rows = length.div_ceil(elements);
         let (dtype, device) = (tensor.dtype(), tensor.device());
-        let padding = slices::zeros(rows * elements - length, dtype, &device);
-        let whole = slices::concat(vec![tensor, padding], dtype, &device);
+        let padding = flat::zeros(rows * elements - length, dtype, &device);
+        let whole = flat::concat(vec![tensor, padding], dtype, &device);
         let Self { scale, squares } = Self::of_rows(whole.reshape([rows, elements]));
         let range = first..first + rows;
         Self {

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::counts::offsets;
 use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value_bytes};
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// An engine that takes sums inside nodes before it takes them between nodes. It wraps any engine
 /// of all ranks. All nodes have the same number of ranks.
@@ -174,9 +174,9 @@ fn reordered(
     }
     let part = |rank: &usize| {
         let start = offsets[*rank];
-        slices::slice(tensor, start..start + counts[*rank])
+        flat::slice(tensor, start..start + counts[*rank])
     };
-    slices::concat(filled.map(part).collect(), tensor.dtype(), &tensor.device())
+    flat::concat(filled.map(part).collect(), tensor.dtype(), &tensor.device())
 }
 
 impl Engine for Hierarchy {

@@ -5,7 +5,7 @@ use std::fmt::{self, Debug};
 use burn::tensor::Tensor;
 
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// The result of a collective that was started, to be waited for.
 ///
@@ -36,7 +36,7 @@ impl Pending {
 
     /// Returns a result that is already complete.
     pub fn ready(tensor: Tensor<1>) -> Self {
-        Self::new(slices::bytes(&tensor), move || Ok(tensor))
+        Self::new(flat::bytes(&tensor), move || Ok(tensor))
     }
 
     /// Returns the bytes of the buffers for sending and receiving, which the call holds until its

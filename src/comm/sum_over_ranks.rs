@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
-use crate::slices;
+use crate::flat;
 
 /// The operation that a reduction applies to the contributions of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +41,7 @@ const BLOCK: usize = 1 << 22;
 pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Tensor<1> {
     let length = received.dims()[0] / ranks;
     if length == 0 {
-        return slices::empty(dtype, &received.device());
+        return flat::empty(dtype, &received.device());
     }
     let received_dtype = received.dtype();
     let rows = received.reshape([ranks, length]);
@@ -58,11 +58,11 @@ pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Te
 pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -> Tensor<1> {
     let (ranks, length) = (parts.len(), parts[0].dims()[0]);
     match (length, parts) {
-        (0, _) => slices::empty(dtype, device),
+        (0, _) => flat::empty(dtype, device),
         (_, [only]) => only.clone().to_device(device).cast(dtype),
         _ => in_blocks([ranks, length], parts[0].dtype(), |columns| {
             let widened =
-                |part| slices::slice(part, columns.clone()).to_device(device).cast(FloatDType::F32);
+                |part| flat::slice(part, columns.clone()).to_device(device).cast(FloatDType::F32);
             op.finish(parts_in_pairs(parts.iter().map(widened).collect()), ranks, dtype)
         }),
     }

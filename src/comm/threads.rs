@@ -13,7 +13,7 @@ use super::counts::offset;
 use super::thread_rounds::{Participant, ThreadRounds};
 use super::{Engine, PairCounts, Pending, ReduceOp, sum_over_ranks, value_bytes};
 use crate::error::{Error, Result};
-use crate::slices;
+use crate::flat;
 
 const SAME_CALL: &str = "ranks that make the same call contribute the same kind of payload";
 
@@ -81,7 +81,7 @@ impl Threads {
         combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
     ) -> Result<Pending> {
         let device = self.device.clone();
-        let bytes = slices::bytes(&tensor);
+        let bytes = flat::bytes(&tensor);
         let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
             // Each rank computes its own result when it waits for it: the last one to arrive does
@@ -107,7 +107,7 @@ impl Threads {
         let elements = start..start + counts[self.rank()];
         self.start(call, tensor, move |tensors, device| {
             // Sliced before the sum, so that the ranks divide the work of a call.
-            let parts = tensors.iter().map(|tensor| slices::slice(tensor, elements.clone()));
+            let parts = tensors.iter().map(|tensor| flat::slice(tensor, elements.clone()));
             sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
         })
     }
@@ -159,7 +159,7 @@ impl Engine for Threads {
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let call = Call::all_gather(&tensor, counts);
         let dtype = tensor.dtype();
-        self.start(call, tensor, move |tensors, device| slices::concat(tensors, dtype, device))
+        self.start(call, tensor, move |tensors, device| flat::concat(tensors, dtype, device))
     }
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
@@ -173,7 +173,7 @@ impl Engine for Threads {
         let call = Call::all_to_all(&tensor);
         let (rank, dtype, device) = (self.rank(), tensor.dtype(), self.device.clone());
         let expected = counts.received.clone();
-        let bytes = slices::bytes(&tensor);
+        let bytes = flat::bytes(&tensor);
         // With the counts: another rank finds its part behind the parts of the lower ranks.
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
         let round = self.participant.arrive(call, payload)?;
@@ -189,9 +189,9 @@ impl Engine for Threads {
                     participant.fail(error.to_string());
                     return Err(error);
                 }
-                parts.push(slices::slice(&tensor, start..start + count));
+                parts.push(flat::slice(&tensor, start..start + count));
             }
-            Ok(slices::concat(parts, dtype, &device))
+            Ok(flat::concat(parts, dtype, &device))
         }))
     }
 
@@ -200,8 +200,8 @@ impl Engine for Threads {
         let dtype = tensor.dtype();
         let is_root = root == self.rank();
         self.start(call, tensor, move |tensors, device| match is_root {
-            true => slices::concat(tensors, dtype, device),
-            false => slices::empty(dtype, device),
+            true => flat::concat(tensors, dtype, device),
+            false => flat::empty(dtype, device),
         })
     }
 

@@ -22,8 +22,8 @@ use super::mpi::Mpi;
 use super::nccl::{DeviceMemory, Meeting, Nccl, cuda_memory};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::parameters::{self, Placeholders, in_place_of};
-use crate::slices;
 
 /// Parameters in flight in [`World::broadcast`]: one is sent, one is received and one is unpacked.
 const IN_FLIGHT: usize = 3;
@@ -465,7 +465,7 @@ impl World {
     /// assert_eq!(world.part(10), 0..10);
     /// ```
     pub fn part(&self, items: usize) -> Range<usize> {
-        slices::share(items, self.rank(), self.size())
+        flat::share(items, self.rank(), self.size())
     }
 
     /// Returns this rank's [`part`](Self::part) of items that do not start at 0, such as a batch.

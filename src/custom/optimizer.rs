@@ -12,7 +12,7 @@ use crate::backend::{FlaggedRows, KernelPolicy, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    Decision, ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Reserved, Rule,
+    CountSlot, Decision, ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Reserved, Rule,
     SKIPPED, SkippedSteps, Slot, Slots, TIME, UpdateTensors, WholeParameter, WholeUpdate, clip,
     ensure_rate, of_another, with_rank,
 };
@@ -42,7 +42,7 @@ struct WholeState {
     /// Number of steps taken, skipped ones included.
     time: usize,
     /// The place of its count of skipped steps.
-    place: Place,
+    place: CountSlot,
 }
 
 impl Whole {
@@ -80,7 +80,7 @@ impl Whole {
     }
 
     /// Registers the count of a state.
-    fn start_counting(&self, slots: &Slots) -> Place {
+    fn start_counting(&self, slots: &Slots) -> CountSlot {
         let names = vec![self.parameter.to_string()];
         self.skipped.start(Some(self.reserved.place()), names, slots.get(SKIPPED.name), vec![0])
     }

@@ -10,9 +10,9 @@ use super::plan::{Costs, Parameter, ShapeCost, Work};
 use super::trainable::{TrainableParameter, UpdateKind};
 use crate::comm::World;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::orthogonalize::NewtonSchulz;
 use crate::routing::Updates;
-use crate::slices;
 use crate::update::{
     Decision, ElementwiseUpdate, Origin, Slots, UpdateTensors, WholeParameter, WholeUpdate,
 };
@@ -133,7 +133,7 @@ fn measure_whole(
             lr: 1e-3,
             origin: Origin { parameter: path, element: 0, step: at },
             factors: None,
-            decision: Decision { flag: slices::zeros(1, DType::F32, device), read: Some(false) },
+            decision: Decision { flag: flat::zeros(1, DType::F32, device), read: Some(false) },
         };
         let tensors =
             UpdateTensors { values: vec![values.clone()], gradients: vec![gradient.clone()] };

@@ -9,8 +9,8 @@ use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, re
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
-    Place, Reserved, Resumable, RoleFactors, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
+    CORRECTIONS, CountSlot, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK,
+    Origin, Reserved, Resumable, RoleFactors, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
     UpdateTensors, clip, ensure_rate, missing, of_another, unflatten_burns,
 };
 
@@ -33,7 +33,7 @@ pub(crate) struct ElementwiseState<const D: usize> {
     /// Number of steps taken, skipped ones included.
     time: usize,
     /// The place of its count of skipped steps.
-    place: Place,
+    place: CountSlot,
 }
 
 impl<const D: usize> ElementwiseState<D> {
@@ -53,7 +53,7 @@ impl<const D: usize> RecordState for ElementwiseState<D> {
         // Files of older versions do not have it.
         let time = src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok());
         let time = time.unwrap_or_default();
-        slots.have_rank(D).then_some(Self { slots, time, place: Place::default() })
+        slots.have_rank(D).then_some(Self { slots, time, place: CountSlot::default() })
     }
 }
 
@@ -84,7 +84,7 @@ impl Elementwise {
     ) -> ElementwiseState<D> {
         let batch = ElementwiseUpdate::batch(&shape);
         let slots = Slots::zeros(&self.slots(dtype), batch, &shape, dtype, device);
-        ElementwiseState { slots, time: 0, place: Place::default() }
+        ElementwiseState { slots, time: 0, place: CountSlot::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -194,7 +194,7 @@ impl Resumable for Elementwise {
         }
         slots.insert(&SKIPPED, 0.0, device);
         match slots.have_rank(D) {
-            true => Ok(ElementwiseState { slots, time, place: Place::default() }),
+            true => Ok(ElementwiseState { slots, time, place: CountSlot::default() }),
             false => Err(of_another()),
         }
     }

@@ -19,7 +19,7 @@ const MOST: usize = 8192;
 /// The depth of a node in Burn's graph counts its untracked parents as well, although they are not
 /// part of the graph otherwise: a depth is an untracked tensor after many operations.
 #[derive(Debug, Default)]
-pub struct Clock {
+pub struct GraphOrder {
     state: Mutex<State>,
 }
 
@@ -35,7 +35,7 @@ struct State {
 #[derive(Clone, Debug)]
 pub struct Depth(pub(super) Tensor<1>);
 
-impl Clock {
+impl GraphOrder {
     /// Returns the depth of the next use in the graph of a tensor. All tensors are on one device.
     pub fn next<const D: usize>(&self, like: &Tensor<D>) -> Depth {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -72,13 +72,13 @@ mod tests {
 
     #[test]
     fn depths_of_abandoned_passes_are_dropped_after_a_shorter_one() {
-        let (clock, like) =
-            (Clock::default(), Tensor::<1>::zeros([1], &Device::default().autodiff()));
+        let (order, like) =
+            (GraphOrder::default(), Tensor::<1>::zeros([1], &Device::default().autodiff()));
         let graph = |uses: usize| {
-            (0..uses).for_each(|_| drop(clock.next(&like)));
-            clock.reset();
-            clock.reset();
-            clock.state.lock().unwrap().depths.len()
+            (0..uses).for_each(|_| drop(order.next(&like)));
+            order.reset();
+            order.reset();
+            order.state.lock().unwrap().depths.len()
         };
         assert_eq!([40, 20, 3, 4].map(graph), [40, 40, 6, 6]);
     }

@@ -7,7 +7,7 @@
 //!
 //! Backward steps run by depth, the deepest first, and a link on a leaf has depth 1, however late
 //! it is used. Its closure would run at the end of the backward pass, and its gradient would wait
-//! until then. A [`Clock`] gives every use its own depth.
+//! until then. A [`GraphOrder`] gives every use its own depth.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};
@@ -33,7 +33,7 @@ use burn::tensor::Tensor;
 pub(crate) use autodiff::identity;
 pub use autodiff::supports;
 #[doc(hidden)]
-pub use backward_order::{Clock, Depth};
+pub use backward_order::{Depth, GraphOrder};
 
 type Backward = Arc<dyn Fn(Tensor<1>) -> Option<Tensor<1>> + Send + Sync>;
 type Forward = Arc<dyn Fn(Tensor<1>) -> Tensor<1> + Send + Sync>;
@@ -83,7 +83,7 @@ impl Link {
         self
     }
 
-    /// Places the link at a depth of the graph, from a [`Clock`].
+    /// Places the link at a depth of the graph, from a [`GraphOrder`].
     pub fn at(mut self, depth: Depth) -> Self {
         self.depth = Some(depth);
         self

@@ -9,14 +9,14 @@ use burn::tensor::{DType, Device, Tensor, s};
 use crate::backend::{FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
+use crate::flat::expand;
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::routing::ensure_once;
-use crate::slices::expand;
 use crate::update::{
-    Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
-    MuonUpdate, ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots,
-    TIME, UpdateTensors, ensure_rate, parts,
+    Clocks, CountSlot, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch,
+    MuonParameter, MuonUpdate, ONLY_RANK, Origin, Reserved, Resumable, SKIPPED, SkippedSteps, Slot,
+    Slots, TIME, UpdateTensors, ensure_rate, parts,
 };
 
 /// The names of the slots that every state has. Slots of the configured parts may follow.
@@ -52,7 +52,7 @@ pub struct MuonState<const D: usize> {
     pub time: usize,
     clocks: Clocks,
     /// The place of its count of skipped steps.
-    place: Place,
+    place: CountSlot,
 }
 
 /// A parameter after a step.
@@ -111,7 +111,7 @@ impl<const D: usize> RecordState for MuonState<D> {
             return None;
         }
         let time = src.take_scalar(prefix, TIME)?.try_into().ok()?;
-        Some(Self { slots, time, clocks: Clocks::default(), place: Place::default() })
+        Some(Self { slots, time, clocks: Clocks::default(), place: CountSlot::default() })
     }
 }
 
@@ -176,7 +176,7 @@ impl Muon {
     ) -> MuonState<D> {
         let table = self.slots(batch, dtype);
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
-        MuonState { slots, time: 0, clocks: Clocks::default(), place: Place::default() }
+        MuonState { slots, time: 0, clocks: Clocks::default(), place: CountSlot::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.

@@ -6,7 +6,7 @@ use burn::tensor::{Shape, Tensor};
 
 use crate::comm::{Communicator, Engine, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// A flat tensor in a shape. Burn takes a zero in a target for the extent of the source.
 pub fn shaped<const D: usize>(values: Tensor<1>, shape: Shape) -> Tensor<D> {
@@ -59,7 +59,7 @@ impl Collective {
         let result = result.inspect_err(|error| group.fail(&error.to_string()));
         let (dtype, device) = (like.dtype(), like.device());
         result.unwrap_or_else(|_| match shape.num_elements() {
-            0 => slices::empty(dtype, &device),
+            0 => flat::empty(dtype, &device),
             _ => Tensor::full(shape, f32::NAN, (&device, dtype)),
         })
     }

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use super::exchange;
 use crate::comm::{Communicator, PairCounts};
 use crate::error::{Error, Result};
-use crate::slices;
+use crate::flat;
 
 /// The largest number of rows of a rank: their indices are sent as float32, which has all integers
 /// up to it.
@@ -154,7 +154,7 @@ impl RowEmbedding {
 
     /// The rows that a rank has.
     fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
-        slices::share(self.count, rank, self.group.size())
+        flat::share(self.count, rank, self.group.size())
     }
 
     /// Exchanges requests for rows. Returns the number of rows that each pair of ranks exchanges,

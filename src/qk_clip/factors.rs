@@ -8,8 +8,8 @@ use super::logits::{ClippedHeads, NOT_FINITE};
 use super::{QkClip, of_parameter};
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::parameters::{self, in_place_of};
-use crate::slices;
 
 /// The factors by which a step of QK-clip scales projections, from [`QkClip::factors`] or
 /// [`QkClip::factors_on`].
@@ -46,7 +46,7 @@ impl<'a> Factors<'a> {
         let tables = clip.attentions.iter().map(|attentions| {
             let range = first..first + attentions.queries();
             first = range.end;
-            let gamma = gamma(slices::slice(&maxima, range), clip.tau);
+            let gamma = gamma(flat::slice(&maxima, range), clip.tau);
             table(gamma, attentions, clip.alpha)
         });
         Self { clip, tables: tables.collect(), maxima }
@@ -69,7 +69,7 @@ impl<'a> Factors<'a> {
             _ => [1, shape.iter().product()],
         };
         let factors = factors.reshape(matrix(&projected.broadcast));
-        Some(slices::expand(factors, matrix(&projected.shape)).reshape([-1]))
+        Some(flat::expand(factors, matrix(&projected.shape)).reshape([-1]))
     }
 
     fn of_projected(&self, projected: &Projected) -> Tensor<1> {
@@ -142,7 +142,7 @@ fn table(gamma: Tensor<1>, attentions: &Attentions, alpha: f64) -> Tensor<1> {
     // A head of keys serves several heads of queries: it takes the factor of the largest logit, and
     // each head of queries the rest of its own.
     let least = grouped.clone().min_dim(1);
-    let taken = slices::expand(least.clone(), groups);
+    let taken = flat::expand(least.clone(), groups);
     let query = power(grouped.clone(), alpha) * power(grouped / taken, 1.0 - alpha);
     let key = power(least, 1.0 - alpha);
     let one = Tensor::ones([1], (&gamma.device(), DType::F32));

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::state::{Extent, IDLE, Slot, SlotDtype, Slots};
 use crate::backend::{FiniteMask, ones_where};
-use crate::slices::{concat, zeros};
+use crate::flat::{concat, zeros};
 
 /// The number of steps of a stack in which a matrix of it had no gradient. Without it, as in files
 /// of older versions, all matrices have taken the steps of their stack.

@@ -12,7 +12,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
 
-use crate::slices::{self, expand};
+use crate::flat::{self, expand};
 
 /// Values of a block: consecutive elements of one matrix. The last block of a matrix may have
 /// fewer, so that the codes of a matrix depend on nothing else, wherever it is stored.
@@ -78,7 +78,7 @@ fn flat(blocks: Tensor<2>, matrix: usize) -> Tensor<1> {
 impl Blocks8 {
     /// Zeros.
     pub fn zeros(elements: usize, matrix: usize, device: &Device) -> Self {
-        let scales = slices::zeros(blocks(elements, matrix), DType::F32, device);
+        let scales = flat::zeros(blocks(elements, matrix), DType::F32, device);
         let options = (device, DType::I8);
         let codes = match elements {
             0 => Tensor::empty([0], options),
@@ -114,8 +114,8 @@ impl Blocks8 {
     /// The values in float32.
     pub fn into_values(self) -> Tensor<1> {
         if self.codes.dims() == [0] {
-            // No operation on a tensor without elements: see `slices::zeros`.
-            return slices::empty(DType::F32, &self.codes.device());
+            // No operation on a tensor without elements: see `flat::zeros`.
+            return flat::empty(DType::F32, &self.codes.device());
         }
         let codes = self.codes.cast(FloatDType::F32);
         // A product is exactly 1 for the largest code on every device, and a quotient may not be.
@@ -131,7 +131,7 @@ impl Blocks8 {
     }
 
     pub fn bytes(&self) -> usize {
-        self.codes.dims()[0] * size_of::<i8>() + slices::bytes(&self.scales)
+        self.codes.dims()[0] * size_of::<i8>() + flat::bytes(&self.scales)
     }
 }
 

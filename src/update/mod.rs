@@ -60,7 +60,7 @@ pub(crate) use refused_states::{
 };
 pub(crate) use rounding::Origin;
 pub use skip_counts::SkippedSteps;
-pub(crate) use skip_counts::{Place, Reserved};
+pub(crate) use skip_counts::{CountSlot, Reserved};
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub(crate) use step_norms::{Observations, SUMS};
 pub use step_size::WeightDecay;

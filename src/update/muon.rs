@@ -24,9 +24,9 @@ use crate::backend::{
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
+use crate::flat::{self, concat};
 use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::{IterationPlan, NewtonSchulz};
-use crate::slices::{self, concat};
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
 /// of elements. The elements of a direction are about 1.
@@ -439,7 +439,7 @@ impl MuonUpdate {
     /// parts of their directions, `[parts, 1, elements]`. A part whose direction is not finite
     /// stays as it is.
     pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
-        let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
+        let zeros = flat::zeros(parts.len(), DType::F32, &direction.device());
         // A part of a rejected matrix came as NaN, which becomes a flag again here.
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
         let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));

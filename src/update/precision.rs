@@ -8,7 +8,7 @@ use super::int8_blocks::LARGEST_DECAY;
 use super::rounding::{Origin, joined, rounded, split, stochastic};
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use crate::error::{Error, Result};
-use crate::slices;
+use crate::flat;
 
 /// The precision that updates keep of parameters in float16 and bfloat16. Parameters in float32 and
 /// float64 do not need it.
@@ -177,7 +177,7 @@ impl Precision {
             }
             MasterWeights::Full => {
                 let stored = state.take(MASTER);
-                let published = slices::place(values, firsts, stored.dims()[0]);
+                let published = flat::place(values, firsts, stored.dims()[0]);
                 // A master that does not round to the parameter is of an old value: the parameter
                 // was changed by hand, or loaded.
                 let is_same = rounded(stored.clone(), half).equal(published.clone());
@@ -186,7 +186,7 @@ impl Precision {
             }
             MasterWeights::Mantissa => {
                 let low = state.take(MANTISSA);
-                joined(slices::place(values, firsts, low.dims()[0]), low)
+                joined(flat::place(values, firsts, low.dims()[0]), low)
             }
         };
         cut(&all, firsts, &lengths)
@@ -217,14 +217,14 @@ impl Precision {
                     .collect();
             }
             MasterWeights::Full => {
-                let all = slices::place(values, firsts, elements);
+                let all = flat::place(values, firsts, elements);
                 // The published parameter is this value, rounded: `widen` compares them at the next
                 // step.
                 state.put(MASTER, all.clone());
                 all.cast(half)
             }
             MasterWeights::Mantissa => {
-                let (high, low) = split(slices::place(values, firsts, elements));
+                let (high, low) = split(flat::place(values, firsts, elements));
                 state.put(MANTISSA, low);
                 high
             }
@@ -236,5 +236,5 @@ impl Precision {
 /// The parameters in a flat state.
 fn cut(all: &Tensor<1>, firsts: &[usize], lengths: &[usize]) -> Vec<Tensor<1>> {
     let each = firsts.iter().zip(lengths);
-    each.map(|(first, length)| slices::slice(all, *first..first + length)).collect()
+    each.map(|(first, length)| flat::slice(all, *first..first + length)).collect()
 }

@@ -95,7 +95,7 @@ struct Warning {
 
 /// The place of an optimizer state among the counts, and its steps since it was made or loaded.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Place {
+pub(crate) struct CountSlot {
     entry: Option<usize>,
     steps: usize,
 }
@@ -113,8 +113,8 @@ struct Reservation {
 
 impl Reserved {
     /// The place.
-    pub fn place(&self) -> Place {
-        Place { entry: Some(self.0.entry), steps: 0 }
+    pub fn place(&self) -> CountSlot {
+        CountSlot { entry: Some(self.0.entry), steps: 0 }
     }
 }
 
@@ -135,7 +135,7 @@ impl Drop for Reservation {
     }
 }
 
-impl Place {
+impl CountSlot {
     /// Returns `true` if the state has counts.
     pub fn has_started(self) -> bool {
         self.entry.is_some()
@@ -185,13 +185,13 @@ impl SkippedSteps {
     /// reserved or at a new one. The parameters have taken part in `times` steps.
     pub(crate) fn start(
         &self,
-        reserved: Option<Place>,
+        reserved: Option<CountSlot>,
         names: Vec<String>,
         counts: Tensor<1>,
         times: Vec<usize>,
-    ) -> Place {
-        let new = || Place { entry: Some(self.lock().new_entry()), steps: 0 };
-        let place = Place { steps: 0, ..reserved.unwrap_or_else(new) };
+    ) -> CountSlot {
+        let new = || CountSlot { entry: Some(self.lock().new_entry()), steps: 0 };
+        let place = CountSlot { steps: 0, ..reserved.unwrap_or_else(new) };
         let counts = Kept::new(counts);
         // Before the lock is taken, since this waits for the device.
         let seen = counts.values();
@@ -212,7 +212,7 @@ impl SkippedSteps {
     /// [`Error::Skipped`] for a parameter that reached the limit.
     pub(crate) fn record(
         &self,
-        place: &mut Place,
+        place: &mut CountSlot,
         counts: Tensor<1>,
         times: &[usize],
         logs: bool,
@@ -263,7 +263,7 @@ impl SkippedSteps {
     pub(crate) fn count(
         &self,
         slots: &mut Slots,
-        place: &mut Place,
+        place: &mut CountSlot,
         skipped: Tensor<1>,
     ) -> Result<()> {
         let count = slots.take(SKIPPED.name) + skipped;
@@ -413,7 +413,7 @@ mod tests {
         Tensor::from_data(TensorData::from(values), &Device::default())
     }
 
-    fn started(skipped: &SkippedSteps, names: &[&str], before: &[f32]) -> Place {
+    fn started(skipped: &SkippedSteps, names: &[&str], before: &[f32]) -> CountSlot {
         let owned = names.iter().map(|name| (*name).to_owned()).collect();
         skipped.start(None, owned, counts(before), vec![0; names.len()])
     }

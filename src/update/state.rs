@@ -8,7 +8,7 @@ use super::ONLY_RANK;
 use super::int8_blocks::{self, Blocks8};
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
-use crate::slices::{self, bytes};
+use crate::flat::{self, bytes};
 
 /// Name of the float32 values of parameters in half precision, in records.
 pub(crate) const MASTER: &str = "master";
@@ -207,9 +207,7 @@ impl Slots {
                 SlotDtype::Int8Blocks { matrix } => {
                     Stored::Int8(Box::new(Blocks8::zeros(count, matrix, device)))
                 }
-                other => {
-                    Stored::new(slices::zeros(count, other.resolve(dtype), device), slot.dtype)
-                }
+                other => Stored::new(flat::zeros(count, other.resolve(dtype), device), slot.dtype),
             };
             let recorded = slot.extent.recorded(parameter, batch);
             (slot.name, SlotValue { stored: Some(stored), dtype: slot.dtype, recorded })

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::slices;
+use crate::flat;
 
 /// The number of sums of a parameter.
 pub(crate) const SUMS: usize = 3;
@@ -32,7 +32,7 @@ impl Observations {
     pub fn sums(mut self, parameters: usize, device: &Device) -> Tensor<1> {
         let zeros = || Tensor::zeros([SUMS], (device, DType::F32));
         let sums = (0..parameters).map(|index| self.0.remove(&index).unwrap_or_else(zeros));
-        slices::concat(sums.collect(), DType::F32, device)
+        flat::concat(sums.collect(), DType::F32, device)
     }
 }
 

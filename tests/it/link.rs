@@ -9,7 +9,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Distribution, Tensor};
 use distmuon::Error;
 use distmuon::comm::{ReduceOp, World};
-use distmuon::link::{Clock, Link, supports};
+use distmuon::link::{GraphOrder, Link, supports};
 use distmuon_testing::models::bits;
 
 /// The device without checkpoints, and with.
@@ -167,7 +167,7 @@ fn forward_passes_may_be_abandoned_and_repeated() {
 
 /// The names of all closures of a graph in the order of their calls: branches of equal depth,
 /// leaves that are used twice, and links of links, with a clock or without.
-fn sequence(device: &Device, clock: Option<&Clock>) -> Vec<String> {
+fn sequence(device: &Device, clock: Option<&GraphOrder>) -> Vec<String> {
     let log = Arc::<Mutex<Vec<String>>>::default();
     let named = |name: String, input: &Tensor<2>| -> Tensor<2> {
         let output = input.clone().without_autodiff() * 2.0;
@@ -182,7 +182,7 @@ fn sequence(device: &Device, clock: Option<&Clock>) -> Vec<String> {
             input * 2.0
         });
         let link = match clock {
-            Some(clock) => link.at(clock.next(input)),
+            Some(clock) => link.at(order.next(input)),
             None => link,
         };
         link.attach(input.clone(), output)
@@ -222,19 +222,19 @@ fn closures_are_called_in_the_order_of_the_graph() {
 #[test]
 fn a_clock_places_every_use_of_a_leaf_in_the_backward_pass() {
     for device in devices() {
-        let (clock, log) = (Clock::default(), Arc::<Mutex<Vec<String>>>::default());
+        let (clock, log) = (GraphOrder::default(), Arc::<Mutex<Vec<String>>>::default());
         let logged = |name: String| {
             let log = log.clone();
             move || log.lock().unwrap().push(name.clone())
         };
         let random = || Tensor::<2>::random([5, 5], Distribution::Default, &device);
         let run = |is_ordered: bool| {
-            clock.reset();
+            order.reset();
             let weights = [random(), random(), random()].map(Tensor::require_grad);
             let output = weights.iter().enumerate().fold(random(), |input, (index, weight)| {
                 let take = logged(format!("weight {index}"));
                 let link = Link::taking(move |_| take());
-                let link = if is_ordered { link.at(clock.next(weight)) } else { link };
+                let link = if is_ordered { link.at(order.next(weight)) } else { link };
                 let value = weight.clone().without_autodiff();
                 let output = input.matmul(link.attach(weight.clone(), value));
                 let pass = logged(format!("output {index}"));

@@ -25,7 +25,7 @@ use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::{Error, Result};
-use crate::slices;
+use crate::flat;
 use call::{Arguments, StartedCall, layout};
 use library::{Library, RawCommunicator};
 
@@ -148,7 +148,7 @@ impl Mpi {
         Ok(Pending::new(started.bytes(), move || {
             let bytes = started.finish(&control)?;
             if received == 0 {
-                return Ok(slices::empty(dtype, &device));
+                return Ok(flat::empty(dtype, &device));
             }
             let data = TensorData::from_bytes_vec(bytes, [received], dtype);
             Ok(Tensor::from_data(data, (&device, dtype)))
@@ -272,7 +272,7 @@ impl Engine for Mpi {
         let length = tensor.dims()[0];
         let call = Call::broadcast(&tensor, root);
         let counts = layout(&[length], "broadcast", self.rank())?.into();
-        let bytes = slices::bytes(&tensor);
+        let bytes = flat::bytes(&tensor);
         let is_root = root == self.rank();
         self.start(call, tensor, length, counts, |arguments| {
             let Arguments { send, receive, dtype, counts, comm, request } = arguments;

@@ -30,7 +30,7 @@ use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 use call::Shared;
 pub use cuda::CudaMemory;
 pub use distmuon_kernels::operands::Order;
@@ -334,7 +334,7 @@ impl Engine for Nccl {
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
         let length = tensor.dims()[0];
         let call = Call::broadcast(&tensor, root);
-        let bytes = slices::bytes(&tensor);
+        let bytes = flat::bytes(&tensor);
         self.shared.start(call, tensor, length, |arguments| {
             let (send, receive) = (arguments.send.address(0), arguments.receive.address(0));
             let (comm, stream) = (arguments.comm, arguments.stream);

@@ -12,7 +12,7 @@ use crate::comm::counts::{offset, offsets};
 use crate::comm::validate::assert_fits;
 use crate::comm::{Pending, ReduceOp};
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 const F32: c_int = ncclDataType_t::ncclFloat32 as c_int;
 const SUM: c_int = ncclRedOp_t::ncclSum as c_int;
@@ -49,7 +49,7 @@ pub fn reduce_scatter(
     };
     let elements = start..start + counts[rank];
     Ok(Pending::new(sum.bytes(), move || {
-        Ok(op.finish(slices::slice(&sum.wait()?, elements), size, dtype))
+        Ok(op.finish(flat::slice(&sum.wait()?, elements), size, dtype))
     }))
 }
 
@@ -81,11 +81,11 @@ fn sum_of_padded_parts(
             .into_iter()
             .zip(counts)
             .flat_map(|(start, count)| {
-                let filled = slices::slice(&tensor, start..start + count);
-                [filled, slices::slice(&zeros, 0..padded - count)]
+                let filled = flat::slice(&tensor, start..start + count);
+                [filled, flat::slice(&zeros, 0..padded - count)]
             })
             .collect();
-        tensor = slices::concat(parts, DType::F32, &device);
+        tensor = flat::concat(parts, DType::F32, &device);
     }
     shared.start(call, tensor, padded, |arguments| {
         let (send, receive) = (arguments.send.address(0), arguments.receive.address(0));

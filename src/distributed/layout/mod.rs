@@ -297,8 +297,8 @@ impl Layout {
     /// Every backward pass then begins with a message of five bits per parameter, in which the
     /// ranks exchange which parameters they use. Those that only some use are reduced at the end of
     /// the pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
-    /// forward pass. With [`Keep::Nothing`], the parameters before or after them are then gathered
-    /// at the begin of the backward pass, whichever take less memory.
+    /// forward pass. Vectors, such as biases, stay in memory from the forward to the backward pass,
+    /// also with [`Keep::Nothing`].
     ///
     /// Without this setting, such passes are errors, as are passes that use parameters in another
     /// order with it.

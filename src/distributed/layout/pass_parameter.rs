@@ -8,9 +8,9 @@ use burn::tensor::{DType, Device, Tensor};
 use super::form::Form;
 use crate::distributed::plan::{Counts, Overlap, Run};
 use crate::distributed::trainable::ModelParameter;
+use crate::flat;
 use crate::matrix_blocks::Blocks;
 use crate::parameters::Placement;
-use crate::slices;
 
 /// A parameter whose gradient is reduced in the backward pass. An owned one is also divided among
 /// ranks between steps, and may be frozen instead.
@@ -238,11 +238,11 @@ impl PassParameter {
             let runs = pieces.chunk_by(|a, b| end(a) == first(b));
             let ranges = runs.map(|run| first(run[0])..end(run[run.len() - 1]));
             if self.blocks.is_whole() {
-                return slices::joined(buffer, ranges);
+                return flat::joined(buffer, ranges);
             }
             // Views: the blocks are copied when they are joined.
-            let values = ranges.map(|range| slices::slice(buffer, range)).collect();
-            slices::concat(values, buffer.dtype(), &buffer.device())
+            let values = ranges.map(|range| flat::slice(buffer, range)).collect();
+            flat::concat(values, buffer.dtype(), &buffer.device())
         };
         self.blocks.join((0..self.blocks.count()).map(block).collect())
     }
@@ -267,10 +267,10 @@ impl PassParameter {
         let mut values = vec![];
         for run in pieces.chunk_by(follows) {
             let (first, Piece { elements, padding, .. }) = (run[0], run[run.len() - 1]);
-            values.push(slices::slice(&blocks[first.block], first.elements.start..elements.end));
-            values.extend((*padding > 0).then(|| slices::zeros(*padding, dtype, &device)));
+            values.push(flat::slice(&blocks[first.block], first.elements.start..elements.end));
+            values.extend((*padding > 0).then(|| flat::zeros(*padding, dtype, &device)));
         }
-        slices::concat(values, dtype, &device)
+        flat::concat(values, dtype, &device)
     }
 
     /// This rank's part of the whole, in memory of its own. One element that nothing reads where a
@@ -286,24 +286,24 @@ impl PassParameter {
         let own = self.division.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
         let own = self.joined(whole, own);
         // A slice is a view, which would keep the whole in memory.
-        if is_whole { own } else { slices::copied(own) }
+        if is_whole { own } else { flat::copied(own) }
     }
 
     /// The elements of this rank's part without the one that stands in for none.
     pub fn sent(&self, part: &Tensor<1>) -> Tensor<1> {
-        slices::slice(part, 0..self.part_count())
+        flat::slice(part, 0..self.part_count())
     }
 
     /// This rank's shard of its part.
     pub fn shard(&self, part: &Tensor<1>) -> Tensor<1> {
         let start = self.division.shard_counts.before(self.division.position.shard);
-        slices::slice(part, start..start + self.shard_count())
+        flat::slice(part, start..start + self.shard_count())
     }
 
     /// The blocks of this rank's shard, or of its gradient.
     pub fn cut(&self, shard: &Tensor<1>) -> Vec<BlockPart> {
         let block = |Run { parameter: block, elements, range }: &Run| {
-            let values = slices::slice(shard, range.clone());
+            let values = flat::slice(shard, range.clone());
             BlockPart { block: *block, start: elements.start, values }
         };
         self.division.runs.iter().map(block).collect()
@@ -317,10 +317,10 @@ impl PassParameter {
     ) -> Tensor<1> {
         let runs = &self.division.runs;
         if runs.is_empty() {
-            return slices::zeros(self.shard_count(), self.dtype, device);
+            return flat::zeros(self.shard_count(), self.dtype, device);
         }
         let firsts: Vec<usize> = runs.iter().map(|run| run.range.start).collect();
         let values = runs.iter().map(|run| values(run.parameter, run.elements.clone())).collect();
-        slices::place(values, &firsts, self.shard_count())
+        flat::place(values, &firsts, self.shard_count())
     }
 }

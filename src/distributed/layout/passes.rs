@@ -29,7 +29,7 @@ use super::identity::Version;
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
-use crate::link::{Clock, Link, identity};
+use crate::link::{GraphOrder, Link, identity};
 pub use message::Message;
 use state::{Arrived, Flight, Locked, PassMode, PassState, Uses, Values};
 pub use state::{PassBytes, Publishing, ReportedBytes};
@@ -82,7 +82,7 @@ pub struct Passes {
     by_path: HashMap<String, Arc<PassParameter>>,
     micro_batches: MicroBatches,
     limits: Limits,
-    clock: Clock,
+    order: GraphOrder,
     state: Mutex<PassState>,
     reported: Arc<Mutex<ReportedBytes>>,
 }
@@ -126,8 +126,8 @@ impl Passes {
         let mut state = PassState::default();
         state.uses = uses;
         let reported = state.reported.clone();
-        let (clock, state) = (Clock::default(), Mutex::new(state));
-        Self { groups, parameters, by_path, micro_batches, limits, clock, state, reported }
+        let (order, state) = (GraphOrder::default(), Mutex::new(state));
+        Self { groups, parameters, by_path, micro_batches, limits, order, state, reported }
     }
 
     pub fn parameters(&self) -> &[Arc<PassParameter>] {
@@ -198,9 +198,9 @@ impl Passes {
             };
         }
         let link = self.reducing(parameter, &part);
-        let link = match self.limits.keep {
-            Keep::Weights => link,
-            Keep::Nothing => {
+        let link = match self.keeps_whole(parameter) {
+            true => link,
+            false => {
                 let (from, of) = (Arc::downgrade(self), parameter.clone());
                 link.made_again(move |part| match from.upgrade() {
                     Some(passes) => passes.gather_again(&of, (values, part)),
@@ -210,7 +210,25 @@ impl Passes {
         };
         // Only the part is a parent: its leaf gets the gradient, and the whole is no part of the
         // graph.
-        link.at(self.clock.next(&part)).attach(part, whole)
+        link.at(self.order.next(&part)).attach(part, whole)
+    }
+
+    /// Returns `true` if the whole of a parameter stays in the graph until the backward pass.
+    ///
+    /// Burn computes what a layer has read anew where it needs it, with the vectors that other
+    /// layers have added or multiplied. Where ranks leave layers out, these are other layers, and
+    /// each rank would gather their vectors in another order. Matrices come in the order of the
+    /// products that read them.
+    // TEMP
+    fn keeps_whole(&self, parameter: &PassParameter) -> bool {
+        match self.limits.keep {
+            Keep::Weights => true,
+            Keep::Nothing => {
+                std::env::var("KW").is_err()
+                    && self.limits.allows_unused
+                    && parameter.shape.len() == 1
+            }
+        }
     }
 
     /// A parameter that this rank has, for a use in a forward pass. Its gradient is reduced.
@@ -227,7 +245,7 @@ impl Passes {
                 // The value itself, by a link: the parameter's own gradient would stay on this
                 // rank.
                 let value = whole.clone().without_autodiff();
-                self.reducing(parameter, &whole).at(self.clock.next(&whole)).attach(whole, value)
+                self.reducing(parameter, &whole).at(self.order.next(&whole)).attach(whole, value)
             }
             false => whole,
         }

@@ -19,7 +19,7 @@ use crate::comm::{Communicator, PairCounts, Pending, World, digest};
 use crate::distributed::config::{DistMuonConfig, OnAuditFailure};
 use crate::distributed::plan::{Bucket, BucketKind, Run};
 use crate::error::{Error, Result};
-use crate::slices::{self, bytes};
+use crate::flat::{self, bytes};
 use crate::update::UpdateTensors;
 
 /// The part of a parameter that is its value, in errors.
@@ -213,7 +213,7 @@ impl Audit {
         // Before the update changes the states, whose checksums are compared as well.
         let mut found = self.shard.state_sums();
         let gradients = std::mem::take(&mut self.gradients);
-        let mut diverged = slices::zeros(self.matrices, DType::F32, &divided.device());
+        let mut diverged = flat::zeros(self.matrices, DType::F32, &divided.device());
         let tensors = UpdateTensors { gradients, values };
         let again = self.shard.update(tensors, decisions, &mut diverged, None);
         found.extend(results(&self.shard, &again));

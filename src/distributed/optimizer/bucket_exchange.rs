@@ -29,7 +29,7 @@ use crate::distributed::layout::Layout;
 use crate::distributed::plan::{Bucket, Parameter, Run, Slices};
 use crate::distributed::sliced_parameters::SliceGroup;
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// The ranks with which a rank exchanges a bucket, and what they exchange.
 pub struct Exchange {
@@ -141,7 +141,7 @@ impl Exchange {
         let Some(to_owners) = to_owners else {
             let owned = owned.clone();
             // Joined when it is waited for, so that both ways take their memory at the same time.
-            return Ok(Pending::new(slices::bytes(&share), move || Ok(owned.join(&share))));
+            return Ok(Pending::new(flat::bytes(&share), move || Ok(owned.join(&share))));
         };
         // Every rank of the row owns some matrices and has slices of all of them.
         let received = across.all_to_all(share, to_owners)?;
@@ -204,7 +204,7 @@ impl Owned {
     fn join(&self, received: &Tensor<1>) -> Tensor<1> {
         let (dtype, device) = (received.dtype(), received.device());
         let Some((first, _)) = self.runs.first() else {
-            return slices::zeros(self.elements, dtype, &device);
+            return flat::zeros(self.elements, dtype, &device);
         };
         let mut pieces: Vec<Vec<Tensor<1>>> = vec![vec![]; self.runs.len()];
         let mut start = 0;
@@ -212,14 +212,14 @@ impl Owned {
         for slice in 0..first.count() {
             for ((slices, run), pieces) in self.runs.iter().zip(&mut pieces) {
                 let end = start + slices.range(slice, &run.elements).len();
-                pieces.push(slices::slice(received, start..end));
+                pieces.push(flat::slice(received, start..end));
                 start = end;
             }
         }
         let whole = self.runs.iter().zip(pieces);
         let whole = whole.map(|((slices, run), pieces)| slices.join(&pieces, &run.elements));
         let firsts: Vec<usize> = self.runs.iter().map(|(_, run)| run.range.start).collect();
-        slices::place(whole.collect(), &firsts, self.elements)
+        flat::place(whole.collect(), &firsts, self.elements)
     }
 
     /// The slices of all runs, one slice after the other: the reverse of [`join`](Self::join).
@@ -227,11 +227,11 @@ impl Owned {
         let (dtype, device) = (shard.dtype(), shard.device());
         let count = self.runs.first().map_or(0, |(slices, _)| slices.count());
         let runs: Vec<_> =
-            self.runs.iter().map(|(_, run)| slices::slice(shard, run.range.clone())).collect();
+            self.runs.iter().map(|(_, run)| flat::slice(shard, run.range.clone())).collect();
         let of_slice = |slice: usize| {
             let runs = self.runs.iter().zip(&runs);
             runs.map(move |((slices, run), values)| slices.cut(values, &run.elements, slice))
         };
-        slices::concat((0..count).flat_map(of_slice).collect(), dtype, &device)
+        flat::concat((0..count).flat_map(of_slice).collect(), dtype, &device)
     }
 }

@@ -21,8 +21,8 @@ use crate::backend::{
 use crate::checksum;
 use crate::distributed::plan::{self, Bucket, BucketKind, Overlap, ROW_ELEMENTS};
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
+use crate::flat;
 use crate::routing::Updates;
-use crate::slices;
 use crate::update::{
     Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Ledger, Matrices, MuonBatch,
     MuonParameter, MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors,
@@ -202,16 +202,16 @@ impl Shard {
 
     /// The parameters of a shard, as slices of its buffer.
     pub fn split(&self, shard: &Tensor<1>) -> Vec<Tensor<1>> {
-        self.runs.iter().map(|run| slices::slice(shard, run.range.clone())).collect()
+        self.runs.iter().map(|run| flat::slice(shard, run.range.clone())).collect()
     }
 
     /// The buffer of a shard from its parameters, with zeros in between.
     pub fn pack(&self, values: Vec<Tensor<1>>) -> Tensor<1> {
         if values.is_empty() {
-            return slices::zeros(self.range.len(), self.bucket.dtype, &self.device);
+            return flat::zeros(self.range.len(), self.bucket.dtype, &self.device);
         }
         let firsts: Vec<usize> = self.runs.iter().map(|run| run.range.start).collect();
-        slices::place(values, &firsts, self.range.len())
+        flat::place(values, &firsts, self.range.len())
     }
 
     /// The indices of this rank's parameters, in the order of their values, and the first of their
@@ -366,7 +366,7 @@ impl Shard {
     pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
         let states = self.batches.iter().map(|batch| &batch.state).filter(|state| state.has(slot));
         let values = states.map(|state| state.get(slot));
-        slices::concat(values.collect(), dtype, &self.device)
+        flat::concat(values.collect(), dtype, &self.device)
     }
 
     /// Sets the values that [`state`](Self::state) returns.
@@ -374,7 +374,7 @@ impl Shard {
         let mut end = 0;
         for batch in self.batches.iter_mut().filter(|batch| batch.state.has(slot)) {
             let [count] = batch.state.get(slot).dims();
-            batch.state.put(slot, slices::slice(values, end..end + count));
+            batch.state.put(slot, flat::slice(values, end..end + count));
             // The counts on the host are of the former state.
             batch.clocks = Clocks::default();
             end += count;
@@ -387,7 +387,7 @@ impl Shard {
             let names = batch.state.names();
             names.map(|name| batch.state.get(name).cast(DType::F32))
         });
-        slices::concat(slots.collect(), DType::F32, &self.device)
+        flat::concat(slots.collect(), DType::F32, &self.device)
     }
 
     /// Sets the values that [`all_states`](Self::all_states) returns.
@@ -399,7 +399,7 @@ impl Shard {
                 let old = state.get(name);
                 let start = end;
                 end += old.dims()[0];
-                state.put(name, slices::slice(values, start..end).cast(old.dtype()));
+                state.put(name, flat::slice(values, start..end).cast(old.dtype()));
             }
             *clocks = Clocks::default();
         }
@@ -436,7 +436,7 @@ impl Shard {
         let of_slot = |slot: Slot| {
             let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
             let of_run = move |run: &ShardRun| {
-                (run.parameter, slot.name, slices::slice(&values, run.range.clone()))
+                (run.parameter, slot.name, flat::slice(&values, run.range.clone()))
             };
             self.runs.iter().map(of_run)
         };
@@ -570,7 +570,7 @@ impl Batch {
             iterations: Cell::default(),
         };
         // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = slices::empty(DType::F32, &diverged.device());
+        let empty = flat::empty(DType::F32, &diverged.device());
         let flags = core::mem::replace(diverged, empty);
         let (tensors, flags) = update(&batch, &mut self.state, &mut self.clocks, flags);
         *diverged = flags;
@@ -611,7 +611,7 @@ impl Batch {
             let gradient = tensors.gradients.swap_remove(0);
             tensors.gradients = vec![scaled(gradient.cast(precise), factor)];
         }
-        let flag = slices::slice(&controls.rejected, run.parameter..run.parameter + 1);
+        let flag = flat::slice(&controls.rejected, run.parameter..run.parameter + 1);
         let WholeRow { update, shape, own } = self.whole.as_mut().expect("a whole parameter");
         let parameter = WholeParameter {
             flag: run.parameter,

@@ -23,7 +23,7 @@ use crate::comm::Pending;
 use crate::distributed::config::Publish;
 use crate::distributed::plan::Run;
 use crate::error::Result;
-use crate::slices::{self, bytes};
+use crate::flat::{self, bytes};
 use crate::update::{Observations, UpdateTensors};
 
 /// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
@@ -260,7 +260,7 @@ impl<'a> StepInProgress<'a> {
             // As the owner decides, from the gradients that were reduced again.
             true => {
                 let flags =
-                    slices::zeros(self.divided.trainable.len(), DType::F32, &self.divided.device());
+                    flat::zeros(self.divided.trainable.len(), DType::F32, &self.divided.device());
                 audit.reject(flags).max_pair(self.flags.absent.clone())
             }
             false => controls.rejected.clone(),
@@ -512,7 +512,7 @@ impl<'a> StepInProgress<'a> {
             true => {
                 for Run { parameter, elements, range } in exchange.held.runs(exchange.group.rank())
                 {
-                    let values = slices::slice(share, range);
+                    let values = flat::slice(share, range);
                     self.detached.parameters.set(parameter, elements.start, values);
                 }
             }

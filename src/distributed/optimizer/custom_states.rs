@@ -14,7 +14,7 @@ use crate::checkpoint::{Planned, States};
 use crate::comm::World;
 use crate::distributed::plan::BucketKind;
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 use crate::update::{OWN_STATE, of_another, unused as unused_slot};
 
 /// Bytes of a message, in which the states of several matrices have room.
@@ -220,7 +220,7 @@ fn sent(
         counts[owner] = count;
         let words = counts[comm.rank()];
         let part = match words {
-            0 => slices::empty(device.1, device.0),
+            0 => flat::empty(device.1, device.0),
             _ => {
                 let part = local[start..start + words * word].to_vec();
                 Tensor::from_data(TensorData::from_bytes_vec(part, [words], device.1), device)

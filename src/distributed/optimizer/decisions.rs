@@ -8,8 +8,8 @@ use burn::tensor::Tensor;
 use super::divided_model::DividedModel;
 use crate::distributed::trainable::TrainableParameter;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::qk_clip::{ClippedHeads, Factors};
-use crate::slices;
 use crate::update::StepSize;
 
 /// The decisions by which the parameters of a shard are updated.
@@ -60,7 +60,7 @@ impl StepInputs {
     /// The factors on the new values of elements of a parameter.
     pub fn factors(&self, parameter: usize, elements: &Range<usize>) -> Option<Tensor<1>> {
         let factors = self.head_clip.as_ref()?.factors.get(&parameter)?;
-        Some(slices::slice(factors, elements.clone()))
+        Some(flat::slice(factors, elements.clone()))
     }
 }
 

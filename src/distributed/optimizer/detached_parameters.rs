@@ -16,8 +16,8 @@ use crate::distributed::layout::{BlockPart, PassParameter, Passes};
 use crate::distributed::plan::{Bucket, Overlap};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
+use crate::flat::{self, bytes};
 use crate::parameters::{self, Placeholders, in_place_of};
-use crate::slices::{self, bytes};
 use crate::update::is_half;
 
 /// A rank's parameters and gradients during a step.
@@ -112,15 +112,15 @@ impl FlatTensors {
             |stored: &&Elements| stored.start < elements.end && elements.start < stored.end();
         let mut stored: Vec<&Elements> = all.iter().filter(overlaps).collect();
         if stored.is_empty() {
-            return slices::zeros(elements.len(), dtype, device);
+            return flat::zeros(elements.len(), dtype, device);
         }
         // Elements are stored in the order in which their buckets arrived.
         stored.sort_unstable_by_key(|stored| stored.start);
         let pieces = stored.iter().map(|stored| {
             let (start, end) = (elements.start.max(stored.start), elements.end.min(stored.end()));
-            slices::slice(&stored.values, start - stored.start..end - stored.start)
+            flat::slice(&stored.values, start - stored.start..end - stored.start)
         });
-        let pieces = slices::concat(pieces.collect(), dtype, device);
+        let pieces = flat::concat(pieces.collect(), dtype, device);
         assert_eq!(pieces.dims(), [elements.len()], "all of the elements are stored");
         pieces
     }
@@ -284,7 +284,7 @@ pub fn pack(
             pieces.push(Tensor::zeros([padding], (device, dtype)));
         }
     }
-    slices::concat(pieces, dtype, device)
+    flat::concat(pieces, dtype, device)
 }
 
 /// The properties of the tensors that a rank takes a step with.

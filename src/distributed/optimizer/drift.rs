@@ -221,12 +221,12 @@ mod tests {
     use super::*;
     use crate::distributed::config::DistMuonConfig;
     use crate::distributed::optimizer::DistModuleOptimizer;
-    use crate::slices;
+    use crate::flat;
 
     /// The values with another bit in the first one: none that further steps round away, or that
     /// makes a number which devices take for zero.
     fn flipped(values: Tensor<1>) -> Tensor<1> {
-        let first = slices::slice(&values, 0..1).into_scalar::<f32>();
+        let first = flat::slice(&values, 0..1).into_scalar::<f32>();
         let first = f32::from_bits(first.to_bits() ^ 1 << 23);
         let first = Tensor::full([1], first, (&values.device(), DType::F32));
         let range = 0..1;

@@ -6,7 +6,7 @@ use crate::backend::ScaledNorms;
 use crate::comm::{ReduceOp, World};
 use crate::distributed::plan::{Bucket, BucketKind, Overlap, Parameter, Plan, ROW_ELEMENTS, Work};
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// Added to the norm that gradients are clipped by, as in PyTorch's `clip_grad_norm_`.
 const NORM_EPSILON: f64 = 1e-6;
@@ -66,7 +66,7 @@ impl Clip {
     /// The flags of parameters, repeated for each of this rank's rows.
     pub fn broadcast_rows(&self, flags: &Tensor<1>) -> Tensor<1> {
         match self.parameters.dims() {
-            [0] => slices::empty(flags.dtype(), &self.device),
+            [0] => flat::empty(flags.dtype(), &self.device),
             _ => flags.clone().select(0, self.parameters.clone()),
         }
     }
@@ -78,14 +78,14 @@ impl Clip {
         let in_order = |rows: Vec<Tensor<1>>| {
             let rows = rows.into_iter().map(|values| values.cast(DType::F32)).collect();
             // A gather with a zero after all rows: a scatter would run in one thread on CubeCL.
-            slices::with_zero(rows, &self.device).select(0, self.sources.clone())
+            flat::with_zero(rows, &self.device).select(0, self.sources.clone())
         };
         let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
         // Every row comes from one rank, and the sum adds zeros to it: all ranks then add up the
         // same numbers in the same order.
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
         let [rows] = self.sources.dims();
-        let (scales, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
+        let (scales, squares) = (flat::slice(&all, 0..rows), flat::slice(&all, rows..2 * rows));
         let norms = ScaledNorms { scale: scales, squares };
         // The gradients are still multiplied by the loss scale, so the limit is as well.
         Ok(norms.factor(self.max_norm * scale, NORM_EPSILON * scale))

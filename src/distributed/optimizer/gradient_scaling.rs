@@ -10,7 +10,7 @@ use super::loss_scale::LossScale;
 use crate::backend::{FiniteMask, ScaledNorms};
 use crate::distributed::config::DistMuonConfig;
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// The settings by which an update depends on all gradients: `max_norm` and loss scaling.
 pub struct GradientScaling {
@@ -95,7 +95,7 @@ fn accepted_norms(
         for ScaledNorms { scale, squares } in &reduced.norms {
             let rows = first..first + scale.dims()[0];
             first = rows.end;
-            let mask = FiniteMask::from_rows(slices::slice(&rejected, rows));
+            let mask = FiniteMask::from_rows(flat::slice(&rejected, rows));
             let accepted = |values: &Tensor<1>| mask.zero_rejected(values.clone());
             let accepted = || ScaledNorms { scale: accepted(scale), squares: accepted(squares) };
             norms.extend(counts.then(accepted));

@@ -10,8 +10,8 @@ use crate::comm::Pending;
 use crate::distributed::plan::{Bucket, InBuffer};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
+use crate::flat;
 use crate::parameters::in_place_if_trained;
-use crate::slices;
 
 /// The buckets of a step that are being gathered. The first use of a parameter waits for its
 /// bucket, and for those before it.
@@ -106,7 +106,7 @@ impl Publication {
         let mut block = |index: usize| loop {
             if is_empty[index - parameter.trainable.start] {
                 // This rank's slice has nothing of the block.
-                return Some(slices::empty(parameter.dtype, device));
+                return Some(flat::empty(parameter.dtype, device));
             }
             // Taken out, so that the parameter has the only reference.
             if let Some(value) = state.arrived.remove(&index) {
@@ -149,8 +149,8 @@ pub fn values<'a>(
     bucket.by_parameter().into_iter().map(|(index, segments)| {
         let pieces = segments
             .iter()
-            .map(|InBuffer { start, len, .. }| slices::slice(buffer, *start..start + len));
-        (index, slices::concat(pieces.collect(), bucket.dtype, &buffer.device()))
+            .map(|InBuffer { start, len, .. }| flat::slice(buffer, *start..start + len));
+        (index, flat::concat(pieces.collect(), bucket.dtype, &buffer.device()))
     })
 }
 

@@ -4,7 +4,7 @@
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use crate::backend::ones_where;
-use crate::slices;
+use crate::flat;
 
 /// The values that one sum adds up: enough to keep a device busy, few enough for a short row.
 const FAN_IN: usize = 256;
@@ -40,7 +40,7 @@ impl RowSums {
         self.levels.iter().fold(rows, |values, indices| {
             let [count, width] = indices.dims();
             // Groups of different lengths are filled up with the index of this zero.
-            let values = slices::with_zero(vec![values], &self.device);
+            let values = flat::with_zero(vec![values], &self.device);
             let values = values.select(0, indices.clone().reshape([-1]));
             values.reshape([count, width]).sum_dim(1).reshape([count])
         })
@@ -95,7 +95,7 @@ impl Flags {
     pub fn new(present: &[bool], device: &Device) -> Self {
         let absent: Vec<f32> = present.iter().map(|has| f32::from(u8::from(!has))).collect();
         Self {
-            rejected: slices::zeros(present.len(), DType::F32, device),
+            rejected: flat::zeros(present.len(), DType::F32, device),
             absent: Tensor::from_data(TensorData::from(&*absent), (device, DType::F32)),
         }
     }
@@ -103,7 +103,7 @@ impl Flags {
     /// Adds the flags that a check of gradients returns, from those so far.
     pub fn reject(&mut self, check: impl FnOnce(Tensor<1>) -> Tensor<1>) {
         // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = slices::empty(DType::F32, &self.absent.device());
+        let empty = flat::empty(DType::F32, &self.absent.device());
         self.rejected = check(std::mem::replace(&mut self.rejected, empty));
     }
 
@@ -171,8 +171,7 @@ mod tests {
         assert_eq!(rows.levels.len(), 3);
         let sums = rows.sum(Tensor::ones([70_000], (&device, DType::F32))).into_data();
         sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);
-        let none =
-            RowSums::new(&[], 2, &device).sum(slices::empty(DType::F32, &device)).into_data();
+        let none = RowSums::new(&[], 2, &device).sum(flat::empty(DType::F32, &device)).into_data();
         none.assert_eq(&TensorData::from([0.0_f32, 0.0]), true);
     }
 }

@@ -10,7 +10,7 @@ use super::decisions::StepInputs;
 use super::detached_parameters::FlatTensors;
 use crate::distributed::mesh::Grid;
 use crate::distributed::plan::{Bucket, Overlap, Parameter, Slice};
-use crate::slices;
+use crate::flat;
 use crate::update::{MuonPart, MuonUpdate};
 
 /// The parts of matrices in a share.
@@ -69,7 +69,7 @@ impl Share {
             // The shape of the matrices is of no matter here: a direction is applied element by
             // element.
             let shape = [parts.len(), 1, parts[0].range.len()];
-            let direction = slices::slice(directions, range).reshape(shape);
+            let direction = flat::slice(directions, range).reshape(shape);
             let part = |MatrixPiece { parameter, matrix, elements, .. }: &MatrixPiece| {
                 let Slice { slices, index } = &self.slices[parameter];
                 let factors = inputs.factors(*parameter, matrix);
@@ -82,6 +82,6 @@ impl Share {
             };
             muon.apply(parts.iter().map(part).collect(), direction)
         });
-        slices::concat(updated.collect(), dtype, &device)
+        flat::concat(updated.collect(), dtype, &device)
     }
 }

@@ -44,7 +44,7 @@ use crate::comm::ReduceOp;
 use crate::distributed::config::Publish;
 use crate::distributed::layout::Publishing;
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 use crate::update::Observations;
 
 impl DistModuleOptimizer {
@@ -234,8 +234,8 @@ fn agree_on_rejected(
     // They are in the sums now, and must not be counted by the next step again.
     accounts.forget_diverged();
     let parameters = step.divided.trainable.len();
-    let rejected = slices::slice(&sums, 0..parameters);
-    let diverged = slices::slice(&sums, parameters..2 * parameters);
+    let rejected = flat::slice(&sums, 0..parameters);
+    let diverged = flat::slice(&sums, parameters..2 * parameters);
     // Read by the host, and only with loss scaling: everything else is decided on the device.
     let overflowed = scaling.overflows(&rejected);
     let acceptance = Acceptance::new(rejected, diverged, step.flags.absent.clone());

@@ -8,16 +8,16 @@ use super::missing_gradients::Absence;
 use super::rejected_gradients::RowSums;
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::Result;
+use crate::flat;
 use crate::muon::MuonConfig;
-use crate::slices;
-use crate::update::{Place, SkippedSteps};
+use crate::update::{CountSlot, SkippedSteps};
 
 /// The counts of skipped steps, of diverged matrices and of steps without a gradient.
 pub struct Accounts {
     pub counters: Counters,
     pub skipped: SkippedSteps,
     /// The place of the counters among the skipped steps of all optimizers.
-    pub place: Place,
+    pub place: CountSlot,
     /// Sums over the matrices that this rank updates, by parameter.
     pub matrices: RowSums,
     /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
@@ -55,9 +55,9 @@ impl Accounts {
         Self {
             counters: Counters::new(parameters, &device),
             skipped: divided.routing.updates().skipped.clone(),
-            place: Place::default(),
+            place: CountSlot::default(),
             matrices: RowSums::new(matrices, parameters, &device),
-            diverged: slices::zeros(matrices.len(), DType::F32, &device),
+            diverged: flat::zeros(matrices.len(), DType::F32, &device),
             absence: Absence::new(config.max_absent, parameters),
             others: others(divided),
         }
@@ -74,7 +74,7 @@ impl Accounts {
     /// Counts skipped steps in other counts.
     pub fn count_skipped_in(&mut self, skipped: &SkippedSteps, divided: &DividedModel) {
         self.skipped = skipped.clone();
-        self.place = Place::default();
+        self.place = CountSlot::default();
         self.start_counting(divided);
     }
 
@@ -95,6 +95,6 @@ impl Accounts {
     /// Counts no matrix as diverged.
     pub fn forget_diverged(&mut self) {
         let matrices = self.diverged.dims()[0];
-        self.diverged = slices::zeros(matrices, DType::F32, &self.diverged.device());
+        self.diverged = flat::zeros(matrices, DType::F32, &self.diverged.device());
     }
 }

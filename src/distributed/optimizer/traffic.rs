@@ -14,7 +14,7 @@ use crate::comm::{Pending, ReduceOp, World};
 use crate::distributed::config::{DistMuonConfig, GradDtype, Gradients, Publish};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
 use crate::error::Result;
-use crate::slices::bytes;
+use crate::flat::bytes;
 use crate::update::is_half;
 
 /// The messages of a step: which there are, in which order and types, and how many at once.

@@ -14,7 +14,7 @@ use super::detached_parameters::FlatTensors;
 use super::divided_model::DividedModel;
 use crate::distributed::mesh::Axis;
 use crate::error::{Error, Result};
-use crate::slices;
+use crate::flat;
 
 /// The difference of two gradients, relative to their norm, from which they are not the same. Their
 /// rounding errors are far below.
@@ -69,10 +69,10 @@ impl ComparedGradients {
                 Some(gradient) => projected(gradient, &device),
                 // A rank without a gradient takes part in the call, and is no difference: a norm of
                 // zero is not usable.
-                None => slices::zeros(2, DType::F32, &device),
+                None => flat::zeros(2, DType::F32, &device),
             });
         }
-        let found = slices::concat(found, DType::F32, &device);
+        let found = flat::concat(found, DType::F32, &device);
         let all = group.all_gather(found, &vec![2 * compared.len(); group.size()])?.wait()?;
         // The host waits for the device here, in the first steps only.
         let all: Vec<f32> = all.into_data().iter::<f32>().collect();

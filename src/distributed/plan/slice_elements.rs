@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use crate::slices;
+use crate::flat;
 
 /// A division of a parameter along one dimension among the ranks of an axis.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -84,7 +84,7 @@ impl Slices {
             let all = merged(&ranges[..leading], &self.shape[..leading]);
             let of_row = ranges.get(leading).cloned().unwrap_or_else(|| single(0..1));
             let of_rank = move |rank| {
-                vec![select(&all, slices::share(extent(&all), rank, ranks)), of_row.clone()]
+                vec![select(&all, flat::share(extent(&all), rank, ranks)), of_row.clone()]
             };
             (0..ranks).map(of_rank)
         };
@@ -188,11 +188,11 @@ impl Slices {
         let mut first = 0;
         let boxes = boxes(range.clone(), &self.shape).into_iter().map(|within| {
             let elements = within.iter().map(Range::len).product::<usize>();
-            let values = slices::slice(values, first..first + elements);
+            let values = flat::slice(values, first..first + elements);
             first += elements;
             cut_box(values, &within, &self.slices[slice])
         });
-        slices::concat(boxes.collect(), values.dtype(), &values.device())
+        flat::concat(boxes.collect(), values.dtype(), &values.device())
     }
 
     /// Returns the values in a range of the whole from those that all slices have of it, flat: the
@@ -207,14 +207,14 @@ impl Slices {
                 let ranges: Ranges =
                     ranges.iter().zip(&within).map(|(held, box_)| common(held, box_)).collect();
                 let elements = ranges.iter().map(|ranges| extent(ranges)).product::<usize>();
-                let values = slices::slice(values, *first..*first + elements);
+                let values = flat::slice(values, *first..*first + elements);
                 *first += elements;
                 (ranges, values)
             });
             // Empty pieces have no place in the box.
             join_box(pieces.filter(|(_, values)| values.dims() != [0]).collect(), &within)
         });
-        slices::concat(boxes.collect(), pieces[0].dtype(), &pieces[0].device())
+        flat::concat(boxes.collect(), pieces[0].dtype(), &pieces[0].device())
     }
 }
 
@@ -235,7 +235,7 @@ impl Slice {
     pub fn of(&self, whole: &Tensor<1>) -> Tensor<1> {
         let slice = self.slices.cut(whole, &(0..whole.dims()[0]), self.index);
         // A view would keep the memory of the whole alive.
-        if slice.dims() == whole.dims() { slice } else { slices::copied(slice) }
+        if slice.dims() == whole.dims() { slice } else { flat::copied(slice) }
     }
 
     /// The numbers of elements of all slices.
@@ -249,7 +249,7 @@ impl Slice {
         let mut first = 0;
         let pieces = self.counts().into_iter().map(|count| {
             first += count;
-            slices::slice(all, first - count..first)
+            flat::slice(all, first - count..first)
         });
         let elements = self.slices.whole().iter().product();
         self.slices.join(&pieces.collect::<Vec<_>>(), &(0..elements))
@@ -264,7 +264,7 @@ impl Cut {
         // Exact: the number of parts divides the dimension.
         let part = extent(ranges) / self.parts;
         let own = (0..self.parts).map(|index| {
-            let own = slices::share(part, coordinate, self.ranks);
+            let own = flat::share(part, coordinate, self.ranks);
             index * part + own.start..index * part + own.end
         });
         own.flat_map(|own| select(ranges, own)).collect()
@@ -375,7 +375,7 @@ fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Te
         }
         // Not every backend accepts a range of no elements.
         if held == 0 {
-            return slices::empty(values.dtype(), &values.device());
+            return flat::empty(values.dtype(), &values.device());
         }
         let [outer, inner] = around(&extents, dimension);
         // Three dimensions are enough for a cut along any one of them.

@@ -22,7 +22,7 @@ use crate::owned::with_checkpoints;
 use crate::ranks_here;
 use model::{Experts, Shape};
 use run::{Kind, Run, Seen};
-use trial::{Call, Division, Second, Trial, trials};
+use trial::{Call, Division, Named, Second, Trial, trials};
 
 pub const IN_PROCESS: &[Case] = cases![
     sequences_that_went_wrong_train_as_ranks_with_all_parameters,
@@ -64,12 +64,14 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
     let freeze = || Call::Freeze(0);
     let freezes = vec![train(1), freeze(), train(1), freeze(), train(1)];
     let teaches = vec![train(3), Call::Teach { is_read: false }, freeze(), train(1)];
-    for (ranks, kinds, uses, skips, calls) in [
-        (2, vec![2], vec![0], false, freezes),
-        (4, vec![2], vec![0], false, teaches),
-        (4, vec![0, 0], vec![0, 1, 0], false, vec![train(3), train(3)]),
-        (2, vec![0, 0, 0], vec![2, 0, 2], true, vec![train(3)]),
-        (3, vec![0, 0, 0, 0], vec![0, 1, 2, 3], true, vec![train(1); 6]),
+    // With the only layer that is owned, or `None` for all parameters.
+    for (ranks, kinds, uses, skips, owned, calls) in [
+        (2, vec![2], vec![0], false, None, freezes),
+        (4, vec![2], vec![0], false, None, teaches),
+        (4, vec![0, 0], vec![0, 1, 0], false, None, vec![train(3), train(3)]),
+        (2, vec![0, 0, 0], vec![2, 0, 2], true, None, vec![train(3)]),
+        (2, vec![0, 0, 0], vec![1, 2, 1], true, Some(1), vec![train(2)]),
+        (3, vec![0, 1, 0, 2], vec![0, 1, 2, 3], true, None, vec![train(1); 6]),
     ] {
         if !worlds::has(&ranks) {
             continue;
@@ -94,12 +96,11 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 nodes: 2,
                 keep,
                 limits_mb: [Some(64.0), None],
-                // Biases are divided as well.
-                small_elements: 0,
+                small_elements: if owned.is_some() { 4096 } else { 0 },
                 allows_unused: false,
                 balancing: Balancing::Greedy,
                 cuts: [None; 4],
-                places: vec![],
+                places: owned.map(|layer| (layer, Named::Owned)).into_iter().collect(),
             };
             compare(&Trial {
                 data: ranks,

@@ -173,12 +173,12 @@ impl<'a> StepMemory<'a> {
                 self.messages -= self.buckets[bucket].reduction;
                 match &self.buckets[bucket].slices {
                     Some(slices) => self.send(slices.gradients, StepMessage::Assembly(bucket)),
-                    None => self.keep_reduced(bucket),
+                    None => self.land_reduction(bucket),
                 }
             }
             StepMessage::Assembly(bucket) => {
                 self.messages -= self.slices(bucket).gradients;
-                self.keep_reduced(bucket);
+                self.land_reduction(bucket);
             }
             StepMessage::Values(bucket) => {
                 self.messages -= self.slices(bucket).values.unwrap_or_default();
@@ -198,7 +198,7 @@ impl<'a> StepMemory<'a> {
         self.observe();
     }
 
-    fn keep_reduced(&mut self, bucket: usize) {
+    fn land_reduction(&mut self, bucket: usize) {
         self.shards += self.buckets[bucket].reduced;
         self.is_reduced[bucket] = true;
     }

@@ -91,13 +91,12 @@ impl Passes {
             return Err(failure.clone());
         }
         // The depths are kept and used again: the next graph starts from the first of them.
-        self.clock.reset();
+        self.order.reset();
         state.orders.forward.end();
         state.orders.backward.end();
         state.orders.evaluation.end();
         // Parameters gathered ahead for uses that did not come are dropped.
         (state.bytes.ahead, state.bytes.kept, state.of_ranks) = (0, 0, None);
-        state.uses_in_pass = 0;
         for uses in &mut state.uses {
             uses.ahead = None;
             uses.in_pass.clear();

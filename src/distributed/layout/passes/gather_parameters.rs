@@ -4,13 +4,13 @@ use burn::tensor::Tensor;
 
 use super::message::Message;
 use super::state::{Ahead, Arrived, Flight, PassState, Uses, Values};
-use super::{GATHERING, Keep, Limits, Passes};
+use super::{GATHERING, Limits, Passes};
 use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::pass_calls::Event;
 use crate::distributed::plan::Counts;
 use crate::error::Result;
-use crate::slices;
+use crate::flat;
 
 /// A part to be gathered, and its values: `None` if they have no identity before their first use.
 type LastPart = (Option<Values>, Tensor<1>);
@@ -30,10 +30,12 @@ impl Passes {
         // Every use counts, also of a parameter that is there already: the order has to be the same
         // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
-        state.uses[parameter.index].part = Some(part.clone());
+        let uses = &mut state.uses[parameter.index];
+        uses.part = Some(part.clone());
         // Some ranks may not use it, and the others need it again.
-        if self.limits.allows_unused && self.limits.keep == Keep::Nothing {
-            state.count_use(parameter.index, part.clone());
+        let is_asked = self.limits.allows_unused && !self.keeps_whole(parameter);
+        if is_asked && uses.in_pass.iter().all(|(values, _)| *values != part.0) {
+            uses.in_pass.push(part.clone());
         }
         self.gathered(&mut state, parameter, part, |state| {
             self.start_next(state, &next, Purpose::Training)
@@ -139,7 +141,7 @@ impl Passes {
         // Without the element that stands for an empty part: the counts say how many each rank
         // sends.
         let sent = parts.iter().map(|(index, (_, part))| self.parameters[*index].sent(part));
-        let sent = slices::concat(sent.collect(), first.dtype, &parts[0].1.1.device());
+        let sent = flat::concat(sent.collect(), first.dtype, &parts[0].1.1.device());
         let sharing = self.groups.of(first).sharing.comm();
         let pending = sharing.all_gather(sent, &message.totals());
         let pending = pending.map_err(|error| self.in_action(GATHERING, &indices, error))?;

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use crate::distributed::plan::Counts;
-use crate::slices;
+use crate::flat;
 
 /// The elements of several tensors that every rank gives or gets in one call. In the buffer, a
 /// rank's part of each tensor follows its part of the one before, and all parts of a rank follow
@@ -53,11 +53,11 @@ impl Message {
         for rank in 0..ranks {
             for ((tensor, start), count) in tensors.iter().zip(&mut starts).zip(self.of_rank(rank))
             {
-                parts.push(slices::slice(tensor, *start..*start + count));
+                parts.push(flat::slice(tensor, *start..*start + count));
                 *start += count;
             }
         }
-        slices::concat(parts, tensors[0].dtype(), &tensors[0].device())
+        flat::concat(parts, tensors[0].dtype(), &tensors[0].device())
     }
 
     /// A rank's parts of all tensors, from what the buffer has of this rank. Parts of several
@@ -69,7 +69,7 @@ impl Message {
         let mut start = 0;
         let tensor = |count: usize| {
             start += count;
-            slices::slice(&part, start - count..start)
+            flat::slice(&part, start - count..start)
         };
         self.of_rank(rank).map(tensor).collect()
     }
@@ -81,7 +81,7 @@ impl Message {
             return buffer.clone();
         }
         let parts = self.starts(tensor).into_iter().zip(&self.counts[tensor]);
-        slices::joined(buffer, parts.map(|(start, count)| start..start + count))
+        flat::joined(buffer, parts.map(|(start, count)| start..start + count))
     }
 
     /// The first positions in the buffer of all ranks' parts of a tensor.
@@ -136,10 +136,10 @@ mod tests {
             assert_eq!(values(message.unpack(&buffer, tensor)), values(expected.clone()));
         }
         for (rank, range) in [0..3, 3..4, 4..8].into_iter().enumerate() {
-            let split = message.split(slices::slice(&buffer, range), rank).into_iter();
+            let split = message.split(flat::slice(&buffer, range), rank).into_iter();
             let expected = counts.iter().zip(&tensors).map(|(counts, tensor)| {
                 let start = counts.before(rank);
-                slices::slice(tensor, start..start + counts.of(rank))
+                flat::slice(tensor, start..start + counts.of(rank))
             });
             assert!(split.map(values).eq(expected.map(values)), "rank {rank}");
         }

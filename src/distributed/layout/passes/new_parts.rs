@@ -7,8 +7,8 @@ use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::error::Result;
+use crate::flat;
 use crate::link::identity;
-use crate::slices;
 
 impl Passes {
     /// Starts to make this rank's new parts of parameters from its shards of them, which the ranks
@@ -31,7 +31,7 @@ impl Passes {
         let message = self.message(&of, PassParameter::shard_counts);
         let totals = message.totals();
         let dtype = self.parameters[of[0]].dtype;
-        let sent = slices::concat(shards.clone(), dtype, &shards[0].device());
+        let sent = flat::concat(shards.clone(), dtype, &shards[0].device());
         drop(shards);
         let pending = match totals.iter().sum::<usize>() {
             // No replica has anything of the parts.

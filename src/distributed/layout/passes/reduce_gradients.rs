@@ -17,8 +17,8 @@ use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::distributed::layout::pass_calls::Event;
 use crate::error::Result;
+use crate::flat::bytes;
 use crate::parameters::Placement;
-use crate::slices::bytes;
 
 impl Passes {
     /// Adds the gradient of a use of a value, and starts to reduce the sum after the gradient of
@@ -38,9 +38,6 @@ impl Passes {
             // A value that is used several times has as many gradients: their sum is sent once.
             let is_last = uses.gradients == uses.count;
             state.bytes.sums += more;
-            if is_last {
-                state.drop_kept(parameter.index, leaf);
-            }
             state.observe();
             match is_last && !is_at_end {
                 true => self.start_reducing(state, parameter, leaf),

@@ -14,7 +14,7 @@ use crate::distributed::layout::identity::Version;
 use crate::distributed::layout::pass_calls::Events;
 use crate::distributed::layout::predicted_uses::{Successors, UseOrder};
 use crate::error::Error;
-use crate::slices::bytes;
+use crate::flat::bytes;
 
 /// A collective that was started and is not finished.
 #[derive(Debug)]
@@ -93,8 +93,8 @@ impl PassBytes {
     }
 }
 
-/// The bytes that passes hold, for reports. They have a lock of their own, since that of the state
-/// is held while a pass waits for other ranks: the calls of a rank have one order.
+/// The bytes that passes hold, for reports. They have a lock of their own, since the lock of the
+/// state is held while a pass waits for other ranks: the calls of a rank have one order.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedBytes {
     pub now: PassBytes,
@@ -111,8 +111,6 @@ pub struct PassState {
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
     pub publishing: VecDeque<Publishing>,
     pub uses: Vec<Uses>,
-    /// The number of uses in this pass with a gradient, if ranks may leave parameters out.
-    pub uses_in_pass: usize,
     pub bytes: HeldBytes,
     pub orders: UseOrders,
     pub events: Events,
@@ -121,15 +119,6 @@ pub struct PassState {
     /// have to use the same ones.
     pub of_ranks: Option<Vec<UsesOfRanks>>,
     pub failure: Option<Error>,
-}
-
-/// A part of a parameter that a pass has used, and the numbers of its first and last use.
-#[derive(Debug, Clone)]
-pub struct UsedPart {
-    pub values: Values,
-    pub part: Tensor<1>,
-    pub first: usize,
-    pub last: usize,
 }
 
 /// The state, locked. What it holds in the end is reported.
@@ -158,8 +147,8 @@ impl Drop for Locked<'_> {
 /// The uses of a parameter on all ranks in a pass, where ranks may leave it out.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UsesOfRanks {
-    /// `true` if some ranks use it in this pass, and others do not.
-    pub differ: bool,
+    /// `true` if a rank uses it in this pass.
+    pub are_in_pass: bool,
     /// `true` if it has a gradient, and some ranks do not use it.
     pub are_partial: bool,
     /// `true` if a rank uses the model's values and has a batch: then it has a gradient.
@@ -171,7 +160,7 @@ pub struct UsesOfRanks {
 pub struct HeldBytes {
     /// Parameters that are gathered ahead, or on their way.
     pub ahead: usize,
-    /// Parameters that were gathered before the backward pass.
+    /// Parameters that some ranks do not use, kept for the backward pass.
     pub kept: usize,
     /// Gradients that are being reduced.
     pub reducing: usize,
@@ -215,10 +204,9 @@ pub struct Uses {
     /// The whole that is gathered ahead of its use.
     pub ahead: Option<Ahead>,
     /// The parts that this pass has used with a gradient, if others may leave them out: the model's
-    /// and those of clones with other values.
-    pub in_pass: Vec<UsedPart>,
-    /// The wholes of parts that were gathered before the backward pass, until they have their
-    /// gradients.
+    /// and a clone's with other values.
+    pub in_pass: Vec<(Values, Tensor<1>)>,
+    /// The wholes of these parts for a backward pass, if others do not use them.
     pub kept: Vec<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
@@ -388,24 +376,6 @@ impl PassState {
                 *peak = now;
             }
         }
-    }
-
-    /// Counts a use in this pass with a gradient.
-    pub fn count_use(&mut self, index: usize, (values, part): (Values, Tensor<1>)) {
-        let number = self.uses_in_pass;
-        self.uses_in_pass += 1;
-        let in_pass = &mut self.uses[index].in_pass;
-        match in_pass.iter_mut().find(|used| used.values == values) {
-            Some(used) => used.last = number,
-            None => in_pass.push(UsedPart { values, part, first: number, last: number }),
-        }
-    }
-
-    /// Drops what was gathered of a value before the backward pass: it will not be needed again.
-    pub fn drop_kept(&mut self, index: usize, leaf: u64) {
-        let kept =
-            self.uses[index].kept.extract_if(.., |(values, _)| *values == Values::Leaf(leaf));
-        self.bytes.kept -= kept.map(|(_, whole)| bytes(&whole)).sum::<usize>();
     }
 
     /// Takes a parameter out that has arrived.

@@ -4,13 +4,15 @@
 //! some use are *partial*: their gradients are reduced at the end of the pass, with zeros, so that
 //! all ranks make the same calls.
 
-use super::state::{LeafUses, PassState, UsedPart, UsesOfRanks, Values};
+use std::sync::Arc;
+
+use super::state::{LeafUses, PassState, UsesOfRanks, Values};
 use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::error::{Error, Result};
-use crate::slices::{self, bytes};
+use crate::flat::{self, bytes};
 
 impl Passes {
     /// Gathers the parameters that a function uses, of which this rank has no use.
@@ -44,71 +46,42 @@ impl Passes {
         let mut state = self.state();
         self.exchange_uses(&mut state, model)?;
         // The weights are in the graph of every rank that uses them.
-        if self.limits.keep == Keep::Nothing {
-            self.gather_for_backward(&mut state)?;
+        if self.limits.keep == Keep::Weights {
+            return Ok(());
+        }
+        let of_ranks = state.of_ranks.clone().unwrap_or_default();
+        let is_needed = |uses: &UsesOfRanks| uses.are_partial && uses.are_in_pass;
+        for (parameter, _) in self.parameters.iter().zip(&of_ranks).filter(|(_, u)| is_needed(u)) {
+            if parameter.placement.is_owned() && !self.keeps_whole(parameter) {
+                self.gather_for_backward(&mut state, parameter)?;
+            }
         }
         state.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Gathers the parts that the backward pass would gather in another order on every rank, since
-    /// some ranks have left parameters out.
-    fn gather_for_backward(&self, state: &mut PassState) -> Result<()> {
-        let parts =
-            self.before_backward(state).inspect_err(|error| self.fail(state, error.clone()))?;
-        for (index, UsedPart { values, part, .. }) in parts {
-            let whole = self.gathered(state, &self.parameters[index], (values, part), |_| Ok(()));
+    /// Gathers all parts of a parameter that this pass has used, on all ranks, also those without a
+    /// use: a gathering has to have all of its ranks.
+    fn gather_for_backward(
+        &self,
+        state: &mut PassState,
+        parameter: &Arc<PassParameter>,
+    ) -> Result<()> {
+        let parts = state.uses[parameter.index].in_pass.clone();
+        if parts.is_empty() {
+            let error = self.undeclared(parameter);
+            self.fail(state, error.clone());
+            return Err(error);
+        }
+        for (values, part) in parts {
+            let whole = self.gathered(state, parameter, (values, part), |_| Ok(()));
             // Others took part in the call, and drop the result.
-            if state.uses[index].has(values) {
+            if state.uses[parameter.index].has(values) {
                 state.bytes.kept += bytes(&whole);
-                state.uses[index].kept.push((values, whole));
+                state.uses[parameter.index].kept.push((values, whole));
                 state.observe();
             }
         }
         Ok(())
-    }
-
-    /// The parts to gather before a backward pass, with the indices of their parameters.
-    ///
-    /// Burn computes what a layer has read anew where it needs it, back to the layers before, whose
-    /// parameters it gathers then. Where a rank has left a layer out, these are other layers, and
-    /// the layers on both sides of it come in another order. So one side is gathered here, the one
-    /// that takes less memory: the uses from the first that differs on, or up to the last.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Parameter`] for an owned parameter that this rank has neither used nor declared as
-    /// unused.
-    fn before_backward(&self, state: &PassState) -> Result<Vec<(usize, UsedPart)>> {
-        let of_ranks = state.of_ranks.iter().flatten();
-        let differing = self
-            .parameters
-            .iter()
-            .zip(of_ranks)
-            .filter(|(parameter, uses)| uses.differ && parameter.placement.is_owned());
-        let mut range: Option<[usize; 2]> = None;
-        for (parameter, _) in differing {
-            let in_pass = &state.uses[parameter.index].in_pass;
-            let first = in_pass.iter().map(|used| used.first).min();
-            let last = in_pass.iter().map(|used| used.last).max();
-            let (first, last) = first.zip(last).ok_or_else(|| self.undeclared(parameter))?;
-            range = Some(match range {
-                Some([start, end]) => [start.min(first), end.max(last)],
-                None => [first, last],
-            });
-        }
-        let Some([first, last]) = range else { return Ok(vec![]) };
-        let used = |is_asked: &dyn Fn(&UsedPart) -> bool| -> Vec<(usize, UsedPart)> {
-            let each = self.parameters.iter().flat_map(|parameter| {
-                let in_pass = &state.uses[parameter.index].in_pass;
-                in_pass.iter().map(|used| (parameter.index, used.clone()))
-            });
-            each.filter(|(_, used)| is_asked(used)).collect()
-        };
-        let size = |parts: &[(usize, UsedPart)]| -> usize {
-            parts.iter().map(|(index, _)| self.parameters[*index].bytes()).sum()
-        };
-        let (before, after) = (used(&|used| used.first <= last), used(&|used| used.last >= first));
-        Ok(if size(&before) < size(&after) { before } else { after })
     }
 
     /// The error of a parameter that this rank has neither used nor declared as unused.
@@ -160,7 +133,7 @@ impl Passes {
             // float32: all ranks then send it in float32, at the end.
             let are_mixed = earlier && not_earlier;
             let are_partial = (used || earlier) && (unused || are_mixed);
-            UsesOfRanks { differ: used && unused, are_partial, count }
+            UsesOfRanks { are_in_pass: used, are_partial, count }
         };
         state.of_ranks = Some((0..count).map(of_ranks).collect());
         Ok(())
@@ -189,7 +162,7 @@ impl Passes {
         if !uses.has_gradient() {
             let device = self.groups.world.device().clone().inner();
             // Zeros are sent like any gradient: the others wait for this rank's contribution.
-            uses.sum = Some(slices::zeros(parameter.shape.iter().product(), dtype, &device));
+            uses.sum = Some(flat::zeros(parameter.shape.iter().product(), dtype, &device));
         }
         state.bytes.sums += uses.bytes();
         state.observe();
