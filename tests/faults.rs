@@ -206,7 +206,7 @@ fn different_calls_of_ranks_fail_naming_both() {
     }
 }
 
-/// Where the device waits for results, the host does not: the deadline finds such ranks.
+/// The deadline finds such ranks where the device waits for results, and the host does not.
 fn calls_in_different_groups_fail_naming_each_or_at_the_deadline() {
     let (short, errors) = (Duration::from_secs(3), Mutex::new(vec![]));
     let run = worlds::ranks_here(short, 2, |world| {

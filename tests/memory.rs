@@ -712,7 +712,7 @@ fn an_exchange_of_rows_is_linear_in_the_ranks() {
     }
 }
 
-/// What a rank of many has after a model was divided and one step was taken.
+/// A rank of many, after a model was divided and one step was taken.
 struct OfManyRanks {
     /// The numbers that it has passed to collectives.
     numbers: usize,

@@ -74,7 +74,7 @@ pub struct Mesh {
     known: Arc<Mutex<Known>>,
 }
 
-/// What was made of the ranks so far.
+/// Groups and grids of the ranks that were made so far.
 #[derive(Debug)]
 struct Known {
     /// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly

@@ -471,7 +471,7 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
     }
 }
 
-/// Where every rank has all parameters, an evaluation sends nothing, and one rank may do it.
+/// One rank may evaluate alone if every rank has all parameters: then nothing is sent.
 pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
     let train = |lay: fn(Layout) -> Layout, evaluating: Option<usize>| {
         ranks_here(2, |world| {
