@@ -656,7 +656,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
 
 /// The text of some ranks.
 pub fn named(ranks: &[usize]) -> String {
-    // The order of a group is that of its keys.
+    // A group has the order of its keys.
     let mut ranks = ranks.to_vec();
     ranks.sort_unstable();
     match &ranks[..] {

@@ -14,7 +14,7 @@ const SPACING: usize = 32;
 /// the last one: their order is arbitrary, and nothing else changes.
 const MOST: usize = 8192;
 
-/// A clock that gives every use of a leaf in a graph a depth of its own, in the order of the uses.
+/// The order of the uses of leaves in a graph, each of which gets a depth of its own.
 ///
 /// The depth of a node in Burn's graph counts its untracked parents as well, although they are not
 /// part of the graph otherwise: a depth is an untracked tensor after many operations.

@@ -111,7 +111,7 @@ fn outcomes(fails_at: usize) -> (Vec<String>, i32) {
     (outcomes, progress.expect("a complete checkpoint"))
 }
 
-/// The rank waits in the group of all ranks, and the others wait in groups of two.
+/// The rank waits in the group of all ranks, and the others in groups of two.
 pub fn a_rank_that_saves_alone_is_named_with_its_call_at_once() {
     if !mpirun::is_there() {
         return;
