@@ -206,11 +206,7 @@ fn different_calls_of_ranks_fail_naming_both() {
     }
 }
 
-<<<<<<< HEAD
-/// A host that does not wait for results, since the device does, has only the deadline.
-=======
 /// The deadline finds such ranks where the device waits for results, and the host does not.
->>>>>>> he
 fn calls_in_different_groups_fail_naming_each_or_at_the_deadline() {
     let (short, errors) = (Duration::from_secs(3), Mutex::new(vec![]));
     let run = worlds::ranks_here(short, 2, |world| {

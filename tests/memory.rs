@@ -712,11 +712,7 @@ fn an_exchange_of_rows_is_linear_in_the_ranks() {
     }
 }
 
-<<<<<<< HEAD
-/// The memory and calls of a rank of many, after a model was divided and one step was taken.
-=======
 /// A rank of many, after a model was divided and one step was taken.
->>>>>>> he
 struct OfManyRanks {
     /// The numbers that it has passed to collectives.
     numbers: usize,

@@ -74,11 +74,7 @@ pub struct Mesh {
     known: Arc<Mutex<Known>>,
 }
 
-<<<<<<< HEAD
-/// The groups that were made of the ranks so far.
-=======
 /// Groups and grids of the ranks that were made so far.
->>>>>>> he
 #[derive(Debug)]
 struct Known {
     /// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly

@@ -110,11 +110,7 @@ impl Bucket {
 
     /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
     /// of the shards of its ranks, one after the other. Its counts are the rows'. `positions` has
-<<<<<<< HEAD
-    /// the row and the column of every rank; the last rank has the largest.
-=======
     /// the row and the column of every rank, of the last one the last.
->>>>>>> he
     ///
     /// A bucket without cuts is the same everywhere.
     pub(crate) fn of_slice(

@@ -471,11 +471,7 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
     }
 }
 
-<<<<<<< HEAD
-/// An evaluation sends nothing where every rank has all parameters, and one rank may do it alone.
-=======
 /// One rank may evaluate alone if every rank has all parameters: then nothing is sent.
->>>>>>> he
 pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
     let train = |lay: fn(Layout) -> Layout, evaluating: Option<usize>| {
         ranks_here(2, |world| {

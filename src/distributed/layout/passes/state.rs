@@ -93,13 +93,8 @@ impl PassBytes {
     }
 }
 
-<<<<<<< HEAD
-/// The bytes that passes hold, for reports. They have a lock of their own, since the lock of the
-/// state is held while a pass waits for other ranks: the calls of a rank have one order.
-=======
 /// The bytes that passes hold, for reports. They have a lock of their own: a pass keeps the state
 /// locked while it waits for other ranks, so that the calls of a rank have one order.
->>>>>>> he
 #[derive(Debug, Clone, Default)]
 pub struct ReportedBytes {
     pub now: PassBytes,
