@@ -932,7 +932,7 @@ fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
 
 /// Bytes that a chain of products with weights that are made again holds after its forward pass,
 /// and at most in its backward pass.
-fn extra_of_links(clock: Option<&GraphOrder>) -> [usize; 2] {
+fn extra_of_links(order: Option<&GraphOrder>) -> [usize; 2] {
     let device = Device::default().autodiff();
     let leaves: Vec<_> = (0..4).map(|_| Tensor::<1>::ones([1], &device).require_grad()).collect();
     let input = Tensor::<2>::ones([4, 512], &device);
@@ -941,8 +941,8 @@ fn extra_of_links(clock: Option<&GraphOrder>) -> [usize; 2] {
         let make =
             |part: Tensor<1>| Tensor::<1>::ones([512 * 512], (&part.device(), DType::F32)) * part;
         let link = Link::new(|gradient| gradient.sum()).made_again(make);
-        let link = match clock {
-            Some(clock) => link.at(order.next(leaf)),
+        let link = match order {
+            Some(order) => link.at(order.next(leaf)),
             None => link,
         };
         let whole = make(leaf.clone().inner()).reshape([512, 512]);
@@ -963,12 +963,12 @@ fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
     if !is_on_host() {
         return;
     }
-    let clock = GraphOrder::default();
-    extra_of_links(Some(&clock)); // libraries, and the depths of the clock
+    let order = GraphOrder::default();
+    extra_of_links(Some(&order)); // libraries, and the depths of the order
     order.reset();
-    let [kept, peak] = extra_of_links(Some(&clock));
+    let [kept, peak] = extra_of_links(Some(&order));
     assert!(kept <= SCRATCH / 4 && peak <= 2 * LAYER + SCRATCH / 4, "{kept}, {peak}");
-    // Without a clock, all gradients wait for the end.
+    // Without a order, all gradients wait for the end.
     let [_, at_the_end] = extra_of_links(None);
     assert!(at_the_end >= 4 * LAYER, "{at_the_end}");
 }

@@ -166,8 +166,8 @@ fn forward_passes_may_be_abandoned_and_repeated() {
 }
 
 /// The names of all closures of a graph in the order of their calls: branches of equal depth,
-/// leaves that are used twice, and links of links, with a clock or without.
-fn sequence(device: &Device, clock: Option<&GraphOrder>) -> Vec<String> {
+/// leaves that are used twice, and links of links, with an order or without.
+fn sequence(device: &Device, order: Option<&GraphOrder>) -> Vec<String> {
     let log = Arc::<Mutex<Vec<String>>>::default();
     let named = |name: String, input: &Tensor<2>| -> Tensor<2> {
         let output = input.clone().without_autodiff() * 2.0;
@@ -181,8 +181,8 @@ fn sequence(device: &Device, clock: Option<&GraphOrder>) -> Vec<String> {
             from.lock().unwrap().push(again.clone());
             input * 2.0
         });
-        let link = match clock {
-            Some(clock) => link.at(order.next(input)),
+        let link = match order {
+            Some(order) => link.at(order.next(input)),
             None => link,
         };
         link.attach(input.clone(), output)
@@ -222,7 +222,7 @@ fn closures_are_called_in_the_order_of_the_graph() {
 #[test]
 fn a_clock_places_every_use_of_a_leaf_in_the_backward_pass() {
     for device in devices() {
-        let (clock, log) = (GraphOrder::default(), Arc::<Mutex<Vec<String>>>::default());
+        let (order, log) = (GraphOrder::default(), Arc::<Mutex<Vec<String>>>::default());
         let logged = |name: String| {
             let log = log.clone();
             move || log.lock().unwrap().push(name.clone())

@@ -84,7 +84,7 @@ pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>
     verify_identity(native)?;
     let mut shapes = TileShape::ALL.to_vec();
     let mut wrong = None;
-    for known in CASES.iter().map(|case| Known::of(case, native.element())) {
+    for known in CASES.iter().map(|case| KnownProduct::of(case, native.element())) {
         let mut exact = Vec::new();
         for shape in shapes {
             match known.verify(native, Some(shape)) {
@@ -121,7 +121,7 @@ pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>
 /// every batch.
 pub(super) fn verify_library(native: &Native) -> Result<(), Fault> {
     for case in CASES.iter().filter(|case| !case.lower) {
-        Known::of(case, native.element()).verify(native, None)?;
+        KnownProduct::of(case, native.element()).verify(native, None)?;
     }
     let [alone, batch] = [1, BATCH + 1].map(|batch| sums_of_library(native, batch));
     let (alone, batch) = (alone?, batch?);
@@ -272,14 +272,14 @@ impl Case {
 }
 
 /// A case in a type of elements: `A`, `B` and `D`, and the result.
-struct Known<'a> {
+struct KnownProduct<'a> {
     case: &'a Case,
     element: Element,
     matrices: [Integers; 3],
     expected: Vec<f32>,
 }
 
-impl<'a> Known<'a> {
+impl<'a> KnownProduct<'a> {
     fn of(case: &'a Case, element: Element) -> Self {
         let matrices = case.matrices();
         let sums = case.sums(&matrices);
@@ -414,7 +414,7 @@ mod tests {
     #[test]
     fn expected_results_are_exact_and_not_trivial() {
         for case in &CASES {
-            let values = Known::of(case, Element::F16).expected;
+            let values = KnownProduct::of(case, Element::F16).expected;
             assert!(values.iter().all(|value| value.abs() < 2048.0), "float16 rounds none");
             let different: BTreeSet<_> = values.iter().map(|value| value.to_bits()).collect();
             assert!(different.len() > 20, "{} values", different.len());

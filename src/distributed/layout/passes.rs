@@ -31,7 +31,7 @@ use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{GraphOrder, Link, identity};
 pub use message::Message;
-use state::{Arrived, Flight, Locked, PassMode, PassState, Uses, Values};
+use state::{Arrived, Flight, Locked, OwnedPart, PassMode, PassState, Uses, Values};
 pub use state::{PassBytes, Publishing, ReportedBytes};
 
 /// The weights that are kept between the forward and the backward pass.
@@ -39,7 +39,8 @@ pub use state::{PassBytes, Publishing, ReportedBytes};
 #[non_exhaustive]
 pub enum Keep {
     /// None: a weight is gathered again when the backward pass needs it. This is ZeRO-3, or fully
-    /// sharded data parallelism.
+    /// sharded data parallelism. Vectors are kept where ranks may leave parameters out
+    /// ([`Layout::allow_unused`](super::Layout::allow_unused)).
     ///
     /// The model has to be on a device with
     /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing). Without it, Burn
@@ -178,14 +179,18 @@ impl Passes {
         let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
         let device = inner.device();
+        let used = OwnedPart { values, tensor: inner };
         let whole = match is_trained {
-            true => self.gather(parameter, (values, inner)),
-            false => self.gather_evaluated(parameter, (values, inner), is_reading),
+            true => self.gather(parameter, used),
+            false => self.gather_evaluated(parameter, used, is_reading),
         };
         let mut whole = whole.reshape(shape.clone());
         if is_unused {
             // No layer reads it: one element in memory.
             whole = Tensor::<D>::zeros([1; D], (&device, parameter.dtype)).expand(shape);
+        }
+        if is_unused && is_trained {
+            self.leave_out(parameter, &part);
         }
         if !is_trained || is_unused {
             return match part.gradient_checkpointing_strategy() {
@@ -203,7 +208,7 @@ impl Passes {
             false => {
                 let (from, of) = (Arc::downgrade(self), parameter.clone());
                 link.made_again(move |part| match from.upgrade() {
-                    Some(passes) => passes.gather_again(&of, (values, part)),
+                    Some(passes) => passes.gather_again(&of, OwnedPart { values, tensor: part }),
                     None => of.nan(&part.device()),
                 })
             }
@@ -219,15 +224,10 @@ impl Passes {
     /// layers have added or multiplied. Where ranks leave layers out, these are other layers, and
     /// each rank would gather their vectors in another order. Matrices come in the order of the
     /// products that read them.
-    // TEMP
     fn keeps_whole(&self, parameter: &PassParameter) -> bool {
         match self.limits.keep {
             Keep::Weights => true,
-            Keep::Nothing => {
-                std::env::var("KW").is_err()
-                    && self.limits.allows_unused
-                    && parameter.shape.len() == 1
-            }
+            Keep::Nothing => self.limits.allows_unused && parameter.shape.len() == 1,
         }
     }
 
@@ -238,9 +238,12 @@ impl Passes {
         whole: Tensor<D>,
     ) -> Tensor<D> {
         let PassMode { is_reading, is_unused, .. } = self.state().mode;
-        // Neither has a backward pass, so a count of the use would wait for a gradient for ever.
-        let is_used = !is_reading && !is_unused;
-        match whole.is_require_grad() && is_used {
+        let is_trained = whole.is_require_grad() && !is_reading;
+        if is_unused && is_trained {
+            self.leave_out(parameter, &whole);
+        }
+        // Without a backward pass, a count of the use would wait for a gradient for ever.
+        match is_trained && !is_unused {
             true => {
                 // The value itself, by a link: the parameter's own gradient would stay on this
                 // rank.
@@ -249,6 +252,13 @@ impl Passes {
             }
             false => whole,
         }
+    }
+
+    /// Counts a use by other ranks.
+    fn leave_out<const D: usize>(&self, parameter: &PassParameter, value: &Tensor<D>) {
+        self.state().uses[parameter.index].are_left_out = true;
+        // The links after it have the same depths on all ranks.
+        drop(self.order.next(value));
     }
 
     /// A link that reduces the gradient of a use of a value.

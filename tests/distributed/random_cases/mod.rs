@@ -64,14 +64,14 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
     let freeze = || Call::Freeze(0);
     let freezes = vec![train(1), freeze(), train(1), freeze(), train(1)];
     let teaches = vec![train(3), Call::Teach { is_read: false }, freeze(), train(1)];
-    // With the only layer that is owned, or `None` for all parameters.
+    // With the only layers that are owned, vectors included, or none for all matrices.
     for (ranks, kinds, uses, skips, owned, calls) in [
-        (2, vec![2], vec![0], false, None, freezes),
-        (4, vec![2], vec![0], false, None, teaches),
-        (4, vec![0, 0], vec![0, 1, 0], false, None, vec![train(3), train(3)]),
-        (2, vec![0, 0, 0], vec![2, 0, 2], true, None, vec![train(3)]),
-        (2, vec![0, 0, 0], vec![1, 2, 1], true, Some(1), vec![train(2)]),
-        (3, vec![0, 1, 0, 2], vec![0, 1, 2, 3], true, None, vec![train(1); 6]),
+        (2, vec![2], vec![0], false, vec![], freezes),
+        (4, vec![2], vec![0], false, vec![], teaches),
+        (4, vec![0, 0], vec![0, 1, 0], false, vec![], vec![train(3), train(3)]),
+        (2, vec![0, 0, 0], vec![2, 0, 2], true, vec![2], vec![train(3)]),
+        (2, vec![0, 0, 0], vec![1, 2, 1], true, vec![1], vec![train(2)]),
+        (3, vec![0, 0, 0, 0], vec![0, 1, 2, 3], true, vec![0, 1, 2, 3], vec![train(2); 3]),
     ] {
         if !worlds::has(&ranks) {
             continue;
@@ -80,7 +80,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
             kinds,
             uses,
             frozen: None,
-            has_head: true,
+            has_head: !skips,
             has_evaluated: false,
             experts: Experts::All,
             skips,
@@ -92,15 +92,16 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
             let division = Division {
                 is_owned: true,
                 in_rows,
-                overlaps: true,
-                nodes: 2,
+                // A sequence that went wrong with one parameter at a time did so without overlap.
+                overlaps: !skips,
+                nodes: if skips { 1 } else { 2 },
                 keep,
-                limits_mb: [Some(64.0), None],
-                small_elements: if owned.is_some() { 4096 } else { 0 },
+                limits_mb: if skips { [Some(0.0); 2] } else { [Some(64.0), None] },
+                small_elements: if owned.is_empty() { 16 } else { 0 },
                 allows_unused: false,
                 balancing: Balancing::Greedy,
                 cuts: [None; 4],
-                places: owned.map(|layer| (layer, Named::Owned)).into_iter().collect(),
+                places: owned.iter().map(|layer| (*layer, Named::Owned)).collect(),
             };
             compare(&Trial {
                 data: ranks,
@@ -108,7 +109,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 half: None,
                 shape: shape.clone(),
                 divisions: vec![division],
-                publish: Publish::AtFirstUse,
+                publish: if skips { Publish::Now } else { Publish::AtFirstUse },
                 max_norm: None,
                 checks: false,
                 calls: calls.clone(),

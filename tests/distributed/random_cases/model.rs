@@ -67,7 +67,7 @@ pub struct Shape {
     pub has_head: bool,
     pub has_evaluated: bool,
     pub experts: Experts,
-    /// `true` if each rank leaves another layer out of a pass.
+    /// `true` if each rank leaves another use of a layer out of a pass.
     pub skips: bool,
     /// `true` if ranks may have slices of layers.
     pub is_cut: bool,
@@ -121,10 +121,10 @@ impl Pass<'_> {
         Tensor::from_data(TensorData::new((0..12).map(token).collect::<Vec<_>>(), [2, 6]), device)
     }
 
-    /// Returns `true` if this rank leaves a layer out. In some passes, no layer is left out.
-    fn skips(&self, layer: usize) -> bool {
-        let layers = self.shape.kinds.len() + 1;
-        self.shape.skips && (self.rank + self.number) % layers == layer
+    /// Returns `true` if this rank leaves a use of a layer out. In some passes, none is left out.
+    fn skips(&self, number: usize) -> bool {
+        let uses = self.shape.uses.len() + 1;
+        self.shape.skips && (self.rank + self.number) % uses == number
     }
 
     /// The whole of a parameter that may be cut: the sum of its slices, each among zeros.
@@ -200,8 +200,9 @@ impl Net {
 
     fn features(&self, pass: Pass<'_>, tokens: Tensor<2, Int>) -> Tensor<3> {
         let x = embedding(self.table(pass), tokens);
-        pass.shape.uses.iter().fold(x, |x, index| match &self.layers[*index] {
-            layer if pass.skips(*index) => {
+        let uses = pass.shape.uses.iter().enumerate();
+        uses.fold(x, |x, (number, index)| match &self.layers[*index] {
+            layer if pass.skips(number) => {
                 if let Some(layout) = pass.layout {
                     layout.unused(layer);
                 }

@@ -45,7 +45,8 @@ pub struct RankMemory {
     /// Messages that are sent and received at one time, at most: of a step, or of the gradients
     /// that a backward pass reduces.
     pub messages: usize,
-    /// Owned parameters that are gathered ahead of their use, with the one in use, at most.
+    /// Owned parameters that are gathered ahead of their use, with the one in use, at most. Without
+    /// those that are held longer since ranks left them out.
     pub gathered: usize,
     /// All of it at one time, at most. Less than the sum of the kinds, whose largest are at
     /// different times.

@@ -99,6 +99,7 @@ impl Passes {
         (state.bytes.ahead, state.bytes.kept, state.of_ranks) = (0, 0, None);
         for uses in &mut state.uses {
             uses.ahead = None;
+            uses.are_left_out = false;
             uses.in_pass.clear();
             uses.kept.clear();
             uses.leaves.retain(LeafUses::has_gradient);

@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::message::Message;
-use super::state::{Ahead, Arrived, Flight, PassState, Uses, Values};
+use super::state::{Ahead, Arrived, Flight, OwnedPart, PassState, Uses, Values};
 use super::{GATHERING, Limits, Passes};
 use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
@@ -25,7 +25,7 @@ enum Purpose {
 
 impl Passes {
     /// The whole for a forward pass.
-    pub(super) fn gather(&self, parameter: &PassParameter, part: (Values, Tensor<1>)) -> Tensor<1> {
+    pub(super) fn gather(&self, parameter: &PassParameter, part: OwnedPart) -> Tensor<1> {
         let mut state = self.state();
         // Every use counts, also of a parameter that is there already: the order has to be the same
         // on all ranks.
@@ -34,7 +34,7 @@ impl Passes {
         uses.part = Some(part.clone());
         // Some ranks may not use it, and the others need it again.
         let is_asked = self.limits.allows_unused && !self.keeps_whole(parameter);
-        if is_asked && uses.in_pass.iter().all(|(values, _)| *values != part.0) {
+        if is_asked && uses.in_pass.iter().all(|other| other.values != part.values) {
             uses.in_pass.push(part.clone());
         }
         self.gathered(&mut state, parameter, part, |state| {
@@ -47,7 +47,7 @@ impl Passes {
     pub(super) fn gather_evaluated(
         &self,
         parameter: &PassParameter,
-        part: (Values, Tensor<1>),
+        part: OwnedPart,
         is_reading: bool,
     ) -> Tensor<1> {
         let mut state = self.state();
@@ -58,7 +58,7 @@ impl Passes {
         }
         let next = state.orders.evaluation.next(parameter.index);
         let before = state.uses[parameter.index].evaluated.replace(part.clone());
-        let is_known = before.is_some_and(|(values, _)| values == part.0);
+        let is_known = before.is_some_and(|before| before.values == part.values);
         let next = if is_known { next } else { vec![] };
         self.gathered(&mut state, parameter, part, |state| {
             self.start_next(state, &next, Purpose::Evaluation)
@@ -66,19 +66,17 @@ impl Passes {
     }
 
     /// The whole for a backward pass.
-    pub(super) fn gather_again(
-        &self,
-        parameter: &PassParameter,
-        part: (Values, Tensor<1>),
-    ) -> Tensor<1> {
+    pub(super) fn gather_again(&self, parameter: &PassParameter, part: OwnedPart) -> Tensor<1> {
         let mut state = self.state();
         // Gathered at the begin of the backward pass, since some ranks do not use it and would not
         // take part here.
         let mut kept = state.uses[parameter.index].kept.iter();
-        if let Some((_, whole)) = kept.find(|(values, _)| *values == part.0) {
+        if let Some((_, whole)) = kept.find(|(values, _)| *values == part.values) {
             return whole.clone();
         }
-        let next = state.orders.backward.next(parameter.index).to_vec();
+        let mut next = state.orders.backward.next(parameter.index).to_vec();
+        // Parameters that ranks have left out are there already.
+        next.retain(|index| !state.is_partial(*index));
         state.uses[parameter.index].part = Some(part.clone());
         self.gathered(&mut state, parameter, part, |state| {
             self.start_next(state, &next, Purpose::Training)
@@ -90,10 +88,10 @@ impl Passes {
         &self,
         state: &mut PassState,
         parameter: &PassParameter,
-        part: (Values, Tensor<1>),
+        part: OwnedPart,
         start_next: impl FnOnce(&mut PassState) -> Result<()>,
     ) -> Tensor<1> {
-        let device = part.1.device();
+        let device = part.tensor.device();
         let gathered = self.attempt(state, |state| {
             // First the parameter itself, then those ahead: its message is waited for now.
             self.take_or_start(state, parameter, part)?;
@@ -117,7 +115,7 @@ impl Passes {
         &self,
         state: &mut PassState,
         parameter: &PassParameter,
-        (values, part): (Values, Tensor<1>),
+        OwnedPart { values, tensor }: OwnedPart,
     ) -> Result<()> {
         match &state.uses[parameter.index].ahead {
             Some(ahead) if ahead.part == Some(values) => return Ok(()),
@@ -130,7 +128,7 @@ impl Passes {
             }
             None => {}
         }
-        self.start_gathering(state, vec![(parameter.index, (Some(values), part))])
+        self.start_gathering(state, vec![(parameter.index, (Some(values), tensor))])
     }
 
     /// Starts to gather parameters in one message.
@@ -240,7 +238,7 @@ impl PassState {
         };
         // The part of this pass before the last step's: an older model may be in use.
         let published = published.as_ref().filter(|_| purpose == Purpose::Training);
-        let used = used.as_ref().map(|(values, part)| (Some(*values), part));
+        let used = used.as_ref().map(|part| (Some(part.values), &part.tensor));
         used.or(published.map(|part| (None, part)))
     }
 

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{PassState, Publishing, Uses, Values};
+use super::state::{OwnedPart, PassState, Publishing, Uses, Values};
 use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
@@ -140,7 +140,7 @@ impl Passes {
             uses.in_pass.clear();
             // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
             // that was frozen just before a step shares its buffers with the step's parts.
-            uses.evaluated.take_if(|(values, _)| matches!(values, Values::Version(_)));
+            uses.evaluated.take_if(|part| matches!(part.values, Values::Version(_)));
         };
         self.state().uses.iter_mut().for_each(forget);
     }
@@ -151,7 +151,8 @@ impl Passes {
         let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
         let uses = &mut state.uses[parameter.index];
         // From here on the value has an identity, and the published one without it is not needed.
-        (uses.part, uses.published) = (values.map(|values| (values, value)), None);
+        (uses.part, uses.published) =
+            (values.map(|values| OwnedPart { values, tensor: value }), None);
         if let Some(ahead) = &mut uses.ahead {
             // Gathered before the part was used, it had no identity.
             ahead.part = ahead.part.or(values);

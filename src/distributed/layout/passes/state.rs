@@ -196,16 +196,18 @@ pub struct PassMode {
 #[derive(Debug, Default)]
 pub struct Uses {
     /// The part that was last used with a gradient, or that a step has made.
-    pub part: Option<(Values, Tensor<1>)>,
+    pub part: Option<OwnedPart>,
     /// The part that was last used without a gradient.
-    pub evaluated: Option<(Values, Tensor<1>)>,
+    pub evaluated: Option<OwnedPart>,
     /// The part of the last step, if it has arrived and was not used yet.
     pub published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     pub ahead: Option<Ahead>,
+    /// `true` if this pass was told of a use by other ranks.
+    pub are_left_out: bool,
     /// The parts that this pass has used with a gradient, if others may leave them out: the model's
     /// and a clone's with other values.
-    pub in_pass: Vec<(Values, Tensor<1>)>,
+    pub in_pass: Vec<OwnedPart>,
     /// The wholes of these parts for a backward pass, if others do not use them.
     pub kept: Vec<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
@@ -280,6 +282,13 @@ impl Uses {
         });
         &mut self.leaves[position]
     }
+}
+
+/// A part of a parameter, without autodiff.
+#[derive(Debug, Clone)]
+pub struct OwnedPart {
+    pub values: Values,
+    pub tensor: Tensor<1>,
 }
 
 /// The identity of a part's values.
@@ -376,6 +385,11 @@ impl PassState {
                 *peak = now;
             }
         }
+    }
+
+    /// Returns `true` if a parameter of this pass is known to be partial.
+    pub fn is_partial(&self, index: usize) -> bool {
+        self.of_ranks.as_ref().is_some_and(|of_ranks| of_ranks[index].are_partial)
     }
 
     /// Takes a parameter out that has arrived.

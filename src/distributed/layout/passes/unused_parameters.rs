@@ -72,8 +72,9 @@ impl Passes {
             self.fail(state, error.clone());
             return Err(error);
         }
-        for (values, part) in parts {
-            let whole = self.gathered(state, parameter, (values, part), |_| Ok(()));
+        for part in parts {
+            let values = part.values;
+            let whole = self.gathered(state, parameter, part, |_| Ok(()));
             // Others took part in the call, and drop the result.
             if state.uses[parameter.index].has(values) {
                 state.bytes.kept += bytes(&whole);
@@ -115,7 +116,9 @@ impl Passes {
             let leaf = identity.and_then(|identity| identity.leaf);
             let is_of_model = leaf.is_some_and(|leaf| uses.has(Values::Leaf(leaf)));
             let counts = is_earlier || is_of_model && !state.mode.is_drained;
-            let kinds = [is_in_pass, !is_in_pass, is_earlier, !is_earlier, counts];
+            // Also one of several uses, of which others may have more.
+            let is_left_out = !is_in_pass || uses.are_left_out;
+            let kinds = [is_in_pass, is_left_out, is_earlier, !is_earlier, counts];
             for kind in (0..5).filter(|kind| kinds[*kind]) {
                 let bit = kind * count + index;
                 bits[bit / 8] |= 1 << (bit % 8);
