@@ -145,20 +145,25 @@ fn gradients_of_burns_backward_pass_do_for_whole_parameters() {
 }
 
 /// Programs that keep their gradients in half precision, as accumulation on a small device does.
+/// The gradient of an owned parameter is the layout's own.
 #[test]
-fn gradients_in_half_precision_count_as_their_rounded_values_in_every_placement() {
+fn gradients_in_half_precision_count_as_their_rounded_values() {
     let trained = |world: &World, layout: Layout, dtypes: &[DType]| {
         let model = linear(world.device()).map(&mut Fixed::new(1));
         let (model, mut optim) = DistMuonConfig::new().start(layout, model)?;
         let x = Tensor::<2>::full([4, WIDTH], (1 + world.rank()) as f64, world.device());
         let mut grads = optim.backward(&model.forward(x).square().mean(), &model)?;
-        let grad = grads.remove::<2>(model.weight.id).expect("the weight has a gradient");
-        grads.register(model.weight.id, dtypes.iter().fold(grad, |grad, to| grad.cast(*to)));
+        // A rank that has no part of the mean has no gradient.
+        if let Some(grad) = grads.remove::<2>(model.weight.id) {
+            let grad = dtypes.iter().fold(grad, |grad, dtype| grad.cast(*dtype));
+            grads.register(model.weight.id, grad);
+        }
         let model = optim.step(1e-2, model, grads)?;
         Ok::<_, Error>(weights(&optim.layout().unshard(&model)?))
     };
-    for half in [DType::F16, DType::BF16].into_iter().filter(|half| has_type((*half).into())) {
-        for (name, layout) in PLACEMENTS {
+    let placements = PLACEMENTS.into_iter().filter(|(name, _)| *name != "owned");
+    for (name, layout) in placements {
+        for half in [DType::F16, DType::BF16].into_iter().filter(|half| has_type((*half).into())) {
             let [kept, widened, exact] = [&[half][..], &[half, DType::F32], &[]].map(|dtypes| {
                 World::launch(2, |world| trained(&world, layout(&world), dtypes)).unwrap()
             });
