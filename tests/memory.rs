@@ -968,7 +968,7 @@ fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
     order.reset();
     let [kept, peak] = extra_of_links(Some(&order));
     assert!(kept <= SCRATCH / 4 && peak <= 2 * LAYER + SCRATCH / 4, "{kept}, {peak}");
-    // Without a order, all gradients wait for the end.
+    // Without an order, all gradients wait for the end.
     let [_, at_the_end] = extra_of_links(None);
     assert!(at_the_end >= 4 * LAYER, "{at_the_end}");
 }

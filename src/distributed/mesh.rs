@@ -71,12 +71,12 @@ pub struct Mesh {
     axes: Arc<[Axis]>,
     /// For every axis, the ranks along it that have this rank's other coordinates.
     groups: Arc<[Communicator]>,
-    known: Arc<Mutex<KnownGroups>>,
+    known: Arc<Mutex<KnownGroupings>>,
 }
 
 /// Groups and grids of the ranks that were made so far.
 #[derive(Debug)]
-struct KnownGroups {
+struct KnownGroupings {
     /// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly
     /// one. Engines keep connections and memory for each: groups of the same ranks are one.
     groups: Vec<(Vec<Vec<usize>>, Communicator)>,
@@ -84,7 +84,7 @@ struct KnownGroups {
     grids: BTreeMap<Vec<String>, Arc<Grid>>,
 }
 
-impl KnownGroups {
+impl KnownGroupings {
     fn of(world: &World) -> Arc<Mutex<Self>> {
         // The world itself is the group of all ranks: no engine has to make it again.
         let all = vec![(0..world.size()).collect()];
@@ -126,7 +126,7 @@ impl Mesh {
     pub fn flat(world: &World) -> Self {
         let axes = [Axis::data(FLAT, world.size())];
         let groups = [world.communicator()].into();
-        let known = KnownGroups::of(world);
+        let known = KnownGroupings::of(world);
         Self { world: world.clone(), data: world.clone(), axes: axes.into(), groups, known }
     }
 
@@ -163,7 +163,7 @@ impl Mesh {
         Ok(group)
     }
 
-    fn known(&self) -> MutexGuard<'_, KnownGroups> {
+    fn known(&self) -> MutexGuard<'_, KnownGroupings> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

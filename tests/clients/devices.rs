@@ -51,7 +51,9 @@ impl Client for Classifier {
     fn train(run: &Run, model: Self) -> Self {
         let devices = vec![device(); 2];
         let strategy = ExecutionStrategy::multi(devices, MultiDeviceOptim::OptimSharded);
-        learner::train(run, model, 2, |training| training.with_training_strategy(strategy.into()))
+        learner::train(run, run.rates().into_lr_scheduler(), model, 2, |training| {
+            training.with_training_strategy(strategy.into())
+        })
     }
 
     fn loss(model: &Self, items: Items) -> f32 {

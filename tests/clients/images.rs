@@ -79,7 +79,9 @@ impl Client for ConvNet {
             Split::Valid,
             patience,
         );
-        learner::train(run, model, 1, |training| training.early_stopping(stopping))
+        learner::train(run, run.rates().into_lr_scheduler(), model, 1, |training| {
+            training.early_stopping(stopping)
+        })
     }
 
     fn loss(model: &Self, items: Items) -> f32 {

@@ -54,24 +54,9 @@ pub fn classified((logits, classes): (Tensor<2>, Tensor<1, Int>)) -> Classificat
     ClassificationOutput::new(loss, logits, classes)
 }
 
-/// Trains with batches of eight items, `batches` in a step, at the rates of the run. `configured`
-/// has what a program adds.
+/// Trains with batches of eight items, `batches` in a step, at the rates of a scheduler.
+/// `configured` has what a program adds.
 pub fn train<M>(
-    run: &Run,
-    model: M,
-    batches: usize,
-    configured: impl FnOnce(SupervisedTraining<M>) -> SupervisedTraining<M>,
-) -> M
-where
-    M: LearnerModel
-        + TrainStep<Input = Items, Output = ClassificationOutput>
-        + InferenceStep<Input = Items, Output = ClassificationOutput>,
-{
-    train_at(run, run.rates().into_lr_scheduler(), model, batches, configured)
-}
-
-/// [`train`] at the rates of a scheduler.
-pub fn train_at<M>(
     run: &Run,
     rates: impl Into<ModuleLrScheduler>,
     model: M,

@@ -39,7 +39,9 @@ impl Client for Generator {
     }
 
     fn train(run: &Run, model: Self) -> Self {
-        learner::train(run, model, 2, |training| training.grads_accumulation(2))
+        learner::train(run, run.rates().into_lr_scheduler(), model, 2, |training| {
+            training.grads_accumulation(2)
+        })
     }
 
     fn loss(model: &Self, items: Items) -> f32 {
@@ -66,7 +68,7 @@ impl Client for WithNoam {
             .with_model_size(1)
             .init()
             .expect("the scheduler's settings are valid");
-        learner::train_at(run, rates, model, 2, |training| training)
+        learner::train(run, rates, model, 2, |training| training)
     }
 
     fn loss(model: &Generator, items: Items) -> f32 {

@@ -57,7 +57,7 @@ impl StepControls<'_> {
             ("the corrections", correction_1, flags),
             ("the corrections", correction_2, flags),
         ])?;
-        self.factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))
+        Batch::check_factor(self.factor)
     }
 }
 

@@ -115,6 +115,11 @@ impl Batch {
             .try_for_each(|&(operand, handle, values)| check_buffer(operand, handle, values, F32))
     }
 
+    /// Checks that the factor on all gradients, if there is one, has its value.
+    fn check_factor(factor: Option<&Handle>) -> Result<()> {
+        factor.map_or(Ok(()), |factor| check_buffer("the factor", factor, 1, F32))
+    }
+
     /// Returns the buffer of the batch's elements, read in vectors.
     fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
         // SAFETY: every function here checks first that the buffer holds the elements of the batch.

@@ -49,7 +49,7 @@ impl MomentumBuffers<'_> {
             ("the flags", rejected, flags),
             ("the norms", &norms.handle, 2 * batch.count * norms.partials),
         ])?;
-        factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))
+        Batch::check_factor(*factor)
     }
 }
 

@@ -569,9 +569,7 @@ impl Batch {
             first: rows.first,
             iterations: Cell::default(),
         };
-        // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = flat::empty(DType::F32, &diverged.device());
-        let flags = core::mem::replace(diverged, empty);
+        let flags = flat::take(diverged);
         let (tensors, flags) = update(&batch, &mut self.state, &mut self.clocks, flags);
         *diverged = flags;
         tensors

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
 use super::audits::{Again, Audit};
 use super::bucket_shard::Shard;
@@ -85,25 +85,25 @@ impl BucketCall {
 }
 
 impl CallsInFlight {
-    fn push(&mut self, flight: BucketCall) {
-        self.bytes += flight.bytes();
-        self.calls.push_back(flight);
+    fn push(&mut self, call: BucketCall) {
+        self.bytes += call.bytes();
+        self.calls.push_back(call);
     }
 
     /// The number of buckets that are being reduced.
     fn reductions(&self) -> usize {
         // An assembly is the second half of a reduction: not counted, a further bucket would start
         // while the gradients of this one are still on their way.
-        let is_reduction = |flight: &&BucketCall| {
-            matches!(flight, BucketCall::Reduction(..) | BucketCall::Assembly(..))
+        let is_reduction = |call: &&BucketCall| {
+            matches!(call, BucketCall::Reduction(..) | BucketCall::Assembly(..))
         };
         self.calls.iter().filter(is_reduction).count()
     }
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        let is_gathering = |flight: &&BucketCall| {
-            matches!(flight, BucketCall::Distribution(..) | BucketCall::Gathering(..))
+        let is_gathering = |call: &&BucketCall| {
+            matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..))
         };
         self.calls.iter().filter(is_gathering).count()
     }
@@ -259,9 +259,9 @@ impl<'a> StepInProgress<'a> {
         let rejected = match self.traffic.is_alone(bucket) {
             // As the owner decides, from the gradients that were reduced again.
             true => {
-                let flags =
-                    flat::zeros(self.divided.trainable.len(), DType::F32, &self.divided.device());
-                audit.reject(flags).max_pair(self.flags.absent.clone())
+                let mut flags = Flags::new(&self.inputs.present, &self.divided.device());
+                flags.reject(|flags| audit.reject(flags));
+                flags.decided_alone()
             }
             false => controls.rejected.clone(),
         };
@@ -330,9 +330,9 @@ impl<'a> StepInProgress<'a> {
 
     /// Waits for the result of the oldest call.
     fn land(&mut self) -> Result<()> {
-        let flight = self.calls.calls.pop_front().expect("a call was started");
-        let buffers = flight.bytes();
-        match flight {
+        let call = self.calls.calls.pop_front().expect("a call was started");
+        let buffers = call.bytes();
+        match call {
             BucketCall::Reduction(bucket, reducing) => {
                 let mut gradients = reducing.wait(&self.shards[bucket])?;
                 self.calls.bytes -= buffers;

@@ -102,9 +102,7 @@ impl Flags {
 
     /// Adds the flags that a check of gradients returns, from those so far.
     pub fn reject(&mut self, check: impl FnOnce(Tensor<1>) -> Tensor<1>) {
-        // Moved out: with a second reference, the flags would be copied before they are written.
-        let empty = flat::empty(DType::F32, &self.absent.device());
-        self.rejected = check(std::mem::replace(&mut self.rejected, empty));
+        self.rejected = check(flat::take(&mut self.rejected));
     }
 
     /// The decision of a rank that asks no other: 1 for parameters that stay as they are.

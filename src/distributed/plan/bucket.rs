@@ -110,7 +110,7 @@ impl Bucket {
 
     /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
     /// of the shards of its ranks, one after the other. Its counts are the rows'. `positions` has
-    /// the row and the column of every rank, of the last one the last.
+    /// the row and the column of every rank. The last rank is in the last row.
     ///
     /// A bucket without cuts is the same everywhere.
     pub(crate) fn of_slice(

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
+use super::Passes;
 use super::state::{LeafUses, PassState, UsesOfRanks, Values};
-use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
@@ -28,10 +28,10 @@ impl Passes {
     /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
     /// ranks may have none.
     pub(super) fn waits_for_end(&self, state: &PassState, parameter: &PassParameter) -> bool {
-        let are_partial = |of_ranks: &Vec<UsesOfRanks>| of_ranks[parameter.index].are_partial;
         // Until the ranks have exchanged their uses, every parameter waits: a backward pass without
         // `begin_backward` could not tell.
-        self.limits.allows_unused && state.of_ranks.as_ref().is_none_or(are_partial)
+        let is_known = state.of_ranks.is_some();
+        self.limits.allows_unused && (!is_known || state.is_partial(parameter.index))
     }
 
     /// Begins a backward pass. If ranks may leave parameters out, they exchange which parameters
@@ -45,13 +45,10 @@ impl Passes {
     pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
         let mut state = self.state();
         self.exchange_uses(&mut state, model)?;
-        // The weights are in the graph of every rank that uses them.
-        if self.limits.keep == Keep::Weights {
-            return Ok(());
-        }
         let of_ranks = state.of_ranks.clone().unwrap_or_default();
         let is_needed = |uses: &UsesOfRanks| uses.are_partial && uses.are_in_pass;
         for (parameter, _) in self.parameters.iter().zip(&of_ranks).filter(|(_, u)| is_needed(u)) {
+            // A whole that is kept is in the graph of every rank that uses it.
             if parameter.placement.is_owned() && !self.keeps_whole(parameter) {
                 self.gather_for_backward(&mut state, parameter)?;
             }
