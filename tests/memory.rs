@@ -5,6 +5,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, LambConfig, ModuleOptimizer};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use distmuon::checkpoint::{self, Checkpointed};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
     DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory,
@@ -377,6 +378,59 @@ fn optimizers_leave_next_to_nothing_behind() {
         // their world of one rank registered.
         let limit = if name == "in batches" { 3_000_000 } else { 2_000_000 };
         assert!(more < limit, "{name}: {more} bytes");
+    }
+}
+
+/// Bytes that rounds of a step, a save and a load leave behind, after as many others.
+fn left_by_rounds<O: Checkpointed>(
+    rounds: usize,
+    optim: O,
+    net: Linear,
+    step: impl Fn(&mut O, Linear, GradientsParams) -> Linear,
+) -> usize {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("run.ckpt");
+    let mut run = Some((net, optim));
+    let mut held = || {
+        for round in 0..rounds {
+            let (net, mut optim) = run.take().expect("a run");
+            // Burn frees the leaves of former steps in a backward pass.
+            let output = net.forward(Tensor::<2>::ones([1, 16], &net.weight.val().device()));
+            let gradients = GradientsParams::from_grads(output.mean().backward(), &net);
+            let net = step(&mut optim, net, gradients);
+            checkpoint::save(&path, &net, &optim, &round).expect("the run is saved");
+            let (net, optim, saved): (_, _, usize) =
+                checkpoint::load(&path, net, optim).expect("the run is loaded");
+            assert_eq!(round, saved);
+            run = Some((net, optim));
+        }
+        ALLOCATOR.current_usage()
+    };
+    let before = held();
+    held().saturating_sub(before)
+}
+
+#[test]
+fn steps_saves_and_loads_leave_nothing_behind() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let net = LinearConfig::new(16, 16).with_bias(false).init(&Device::default().autodiff());
+    let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    const ROUNDS: usize = 500;
+    let one_by_one =
+        left_by_rounds(ROUNDS, config.init(&net), net.clone(), |optim, net, gradients| {
+            optim.step(0.01, net, gradients)
+        });
+    let batched = config.init_batched(&net).expect("the rule routes the weight");
+    let in_batches = left_by_rounds(ROUNDS, batched, net, |optim, net, gradients| {
+        optim.step(0.01, net, gradients).expect("the step is taken")
+    });
+    for (name, left) in [("one by one", one_by_one), ("in batches", in_batches)] {
+        println!("{ROUNDS} rounds {name}: {left} bytes");
+        // A tensor of 1 KB of each round would be ten times as much.
+        assert!(left < 100 * ROUNDS, "{name}: {left} bytes");
     }
 }
 

@@ -2,7 +2,9 @@
 //! non-finite, and skipped gradients are counted.
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::{Module, Param, ParamId};
+use burn::lr_scheduler::constant::ConstantLr;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::{Module, Param, ParamGroup, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
@@ -10,8 +12,8 @@ use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::parts::{AdaMuon, ColumnEquilibration, Mars, Namo, NorMuon, RowEquilibration};
 use distmuon::{
-    Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig, Part,
-    Routing, RoutingRule, checkpoint,
+    AdamWConfig, Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig,
+    Part, Routing, RoutingRule, checkpoint,
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{bits, largest_difference};
@@ -124,11 +126,14 @@ struct Outlier {
     matrix: Param<Tensor<2>>,
     row: Param<Tensor<2>>,
     silent: Param<Tensor<2>>,
+    /// AdamW's.
+    vector: Param<Tensor<1>>,
 }
 
 impl Outlier {
-    /// The values after five steps in which the gradients are clipped by the norm of all.
-    fn trained(size: f32, dtype: DType, muon: MuonConfig) -> [Vec<f32>; 3] {
+    /// The values of all but the outlier after five steps in which the gradients are clipped by the
+    /// norm of all.
+    fn trained(size: f32, dtype: DType, muon: MuonConfig) -> [Vec<f32>; 4] {
         let device = device();
         let zeros = |m, n| {
             let zeros = Tensor::<2>::zeros([m, n], (&device, dtype));
@@ -139,6 +144,10 @@ impl Outlier {
             matrix: zeros(6, 8),
             row: zeros(1, 8),
             silent: zeros(6, 8),
+            vector: Param::initialized(
+                ParamId::new(),
+                Tensor::<1>::zeros([8], (&device, dtype)).require_grad(),
+            ),
         };
         let config = DistMuonConfig::new().with_muon(muon).with_max_norm(Some(1.0));
         let mut optim = config.init(&World::alone(device.clone()), &net).unwrap();
@@ -150,10 +159,14 @@ impl Outlier {
                 let gradient = on(&device.clone().inner(), waves(m * n, size, step as f32), shape);
                 gradients.register(of.id, gradient.cast(dtype));
             }
+            let gradient = on(&device.clone().inner(), waves(8, 0.01, step as f32), [8]);
+            gradients.register(net.vector.id, gradient.cast(dtype));
             net = optim.step(0.01, net, gradients).unwrap();
         }
-        let values = |of: &Param<Tensor<2>>| of.val().into_data().iter::<f32>().collect();
-        [&net.matrix, &net.row, &net.silent].map(values)
+        let values = |data: TensorData| data.iter::<f32>().collect();
+        let matrices = [&net.matrix, &net.row, &net.silent].map(|of| of.val().into_data());
+        let [matrix, row, silent] = matrices.map(values);
+        [matrix, row, silent, values(net.vector.val().into_data())]
     }
 }
 
@@ -197,6 +210,27 @@ fn an_outlier_and_a_clip_leave_the_updates_of_other_matrices_their_size() {
             }
             assert!(actual[2].iter().all(|x| *x == 0.0), "{case}: zeros stay");
         }
+    }
+}
+
+/// The remedy of `docs/guide/clipping.md`.
+#[test]
+fn an_outlier_and_a_clip_fade_adamw_unless_its_epsilon_is_smaller() {
+    let moved = |size, epsilon: Option<f64>| {
+        let adamw = AdamWConfig::new().with_weight_decay(0.0);
+        let adamw = epsilon.map_or(adamw.clone(), |epsilon| adamw.with_epsilon(epsilon));
+        let muon = config().with_adamw(adamw).with_rule(RoutingRule::muon("matrix|outlier"));
+        let [_, _, _, vector] = Outlier::trained(size, DType::F32, muon);
+        vector.into_iter().fold(0.0f32, |max, x| max.max(x.abs()))
+    };
+    // A float32 has no square of what an outlier of 1e20 leaves of the others.
+    for outlier in [5e7, 2e11, 1e15] {
+        let expected = moved(0.01, None);
+        assert!(expected > 0.01, "{expected}");
+        let faded = moved(outlier, None);
+        assert!(faded < 0.5 * expected, "{outlier:e}: {faded} of {expected}");
+        let kept = moved(outlier, Some(1e-20));
+        assert!((kept - expected).abs() < 0.02 * expected, "{outlier:e}: {kept} of {expected}");
     }
 }
 
@@ -268,7 +302,7 @@ fn the_second_moment_of_bfloat16_parameters_converges() {
         lacks("bfloat16");
         return;
     }
-    let adamw = distmuon::AdamWConfig::new().with_beta_2(0.999);
+    let adamw = AdamWConfig::new().with_beta_2(0.999);
     let net = Net::new(DType::BF16, [2, 4], &device());
     let (_, mut optim) = made(&config().with_adamw(adamw), &net);
     let ones = |net: &Net, value: f32| {
@@ -295,7 +329,7 @@ fn float64_parameters_are_updated_with_float64_rates() {
         return;
     }
     let (lr, decay, steps) = (2.5e-6, 0.01, 200);
-    let settings = distmuon::AdamWConfig::new().with_weight_decay(decay);
+    let settings = AdamWConfig::new().with_weight_decay(decay);
     let config = MuonConfig::new()
         .with_weight_decay(decay.into())
         .with_adamw(settings)
@@ -333,7 +367,7 @@ fn adamw_in_float64_follows_a_float64_reference() {
         return;
     }
     // AdamW in float64, from its definition.
-    let (lr, settings) = (1e-5, distmuon::AdamWConfig::new().with_weight_decay(0.01));
+    let (lr, settings) = (1e-5, AdamWConfig::new().with_weight_decay(0.01));
     let net = Net::new(DType::F64, [2, 3], &device());
     let (_, mut optim) = made(&config().with_adamw(settings), &net);
     let (mut trained, mut values) = (net, [0.5_f64; 3]);
@@ -409,6 +443,19 @@ fn learning_rates_that_no_run_can_use_are_rejected() {
         let message = panic_message(|| optim.step(lr, net, gradients));
         assert!(message.contains("learning rate"), "{message}");
     }
+    // Of one group of parameters only.
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let group = ParamGroup::from_predicate("vector");
+    let rates = ModuleLrScheduler::new(ConstantLr::new(0.01));
+    let mut rates = rates.with_group(group, ConstantLr::new(-1e-3));
+    let muon = config().with_rule(RoutingRule::muon("matrix"));
+    let mut batched = muon.init_batched(&net).unwrap();
+    let error = batched.step(rates.step(), net.clone(), net.gradients(1.0)).map(drop).unwrap_err();
+    assert!(error.to_string().contains("the learning rate is invalid"), "{error}");
+    let (_, mut optim) = made(&config(), &net);
+    let gradients = net.gradients(1.0);
+    let message = panic_message(|| optim.step(rates.step(), net, gradients));
+    assert!(message.contains("learning rate"), "{message}");
 }
 
 /// The counts of optimizers that were dropped stay, and nothing else of them.

@@ -17,7 +17,8 @@ use burn::train::metric::store::EventStoreClient;
 use burn::train::metric::{LearningRateMetric, LossMetric};
 use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
-    RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
+    MultiDeviceOptim, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep,
+    TrainingStrategy,
 };
 use distmuon::comm::World;
 use distmuon::distributed::{
@@ -300,6 +301,18 @@ fn one_rank_is_bit_equal_to_burns_strategy() {
     }
 }
 
+/// Burn adds up the gradients of its devices.
+#[test]
+fn burns_strategy_on_two_devices_is_bit_equal_to_one_device_that_accumulates() {
+    let items = as_ranks_see_them(2);
+    let alone = trained(&Setup { items, accumulation: 2, ..Setup::default() }, burns_strategy());
+    for optim in [MultiDeviceOptim::OptimMainDevice, MultiDeviceOptim::OptimSharded] {
+        let strategy = ExecutionStrategy::multi(vec![device(); 2], optim).into();
+        let together = trained(&Setup::default(), strategy);
+        assert!(together.weights() == alone.weights(), "{optim:?}");
+    }
+}
+
 #[test]
 fn ranks_follow_one_device_that_trains_on_their_batches_joined() {
     for ranks in [2, 4] {
@@ -544,6 +557,42 @@ fn a_checkpoint_of_another_optimizer_is_rejected() {
         // The moments of the others continue.
         assert!(!message.contains("`up.bias`"), "{message}");
         assert!(message.contains("load the model alone"), "{message}");
+    }
+}
+
+/// A run of Burn's AdamW continues with this crate's, also on ranks.
+#[test]
+fn moments_of_burns_adamw_continue_in_a_learner() {
+    let first = Setup { epochs: 1, ..Setup::default() };
+    let second = Setup { resume: Some(1), ..Setup::default() };
+    let burns = || AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init();
+    let adamw = distmuon::AdamWConfig::new().with_beta_2(0.999).with_weight_decay(0.01);
+    let muon = MuonConfig::new().with_adamw(adamw).with_rule(RoutingRule::adamw("."));
+    let continued = |second: &Setup, strategy, optim: &dyn Fn(&Net) -> ModuleOptimizer| {
+        let folder = tempfile::tempdir().unwrap();
+        let net = Net::new(&device());
+        let run = |setup, strategy, optim| {
+            let training = training(folder.path(), setup, strategy);
+            let result = training.launch(Learner::new(net.clone(), optim, growing()));
+            assert!(result.error.is_none(), "{:?}", result.error);
+            values(&result.model)
+        };
+        let before = run(&first, burns_strategy(), burns());
+        let after = run(second, strategy, optim(&net));
+        assert!(largest_difference(&before, &after) > 1e-3, "the second epoch trains");
+        after
+    };
+    let ranks = |count| on_ranks_with(count, DistMuonConfig::new().with_muon(muon.clone()));
+    let joined = Setup { items: as_ranks_see_them(2), batch: 2 * BATCH, ..second.clone() };
+    for (case, strategy, alone) in [
+        ("Burn's strategy", burns_strategy(), &second),
+        ("one rank", ranks(1), &second),
+        ("two ranks", ranks(2), &joined),
+    ] {
+        let expected = continued(alone, burns_strategy(), &|_| burns());
+        let trained = continued(&second, strategy, &|net| muon.init(net));
+        let worst = largest_difference(&trained, &expected);
+        assert!(worst < 1e-5, "{case}: {worst}");
     }
 }
 

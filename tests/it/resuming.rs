@@ -320,7 +320,14 @@ fn moments_continue(burns: &dyn Fn() -> ModuleOptimizer, adamw: AdamWConfig) {
     let steps = gradients(&loaded, 9);
     close("init_batched", &batched.step(LR, loaded, steps).unwrap());
     let optim = everything.init(&net).load_record(optim.to_record());
-    close("Burn's loading", &stepped(net, optim));
+    close("Burn's loading", &stepped(net.clone(), optim));
+    let ranks = World::threads_with(World::devices(2), net, |world, net| {
+        let optim = DistMuonConfig::new().with_muon(everything.clone()).init(&world, &net)?;
+        let (loaded, mut optim, _): (_, _, u64) = checkpoint::load(&path, net, optim)?;
+        let steps = gradients(&loaded, 9);
+        optim.step(LR, loaded, steps)
+    });
+    ranks.unwrap().iter().for_each(|net| close("ranks", net));
 
     // Matrices have a momentum instead.
     let muon = config().with_adamw(adamw);
@@ -484,7 +491,8 @@ fn states_of_earlier_identities_are_dropped() {
     logs::collect();
     assert_eq!(tensors(optim.to_record().into_bytes().unwrap()).len(), 2 * states(&renewed));
     checkpoint::save(&path, &renewed, &optim, &4u64).unwrap();
-    assert!(size() < before + 64, "{} after {before} bytes", size());
+    // A state of every parameter twice would double it.
+    assert!(size() < before * 11 / 10, "{} after {before} bytes", size());
     let earlier = format!("`a.weight` (identity {earlier})");
     assert_eq!(logs::with(&["WARN", "optimizer states are dropped", &earlier]).len(), 1);
     let expected = weights(&stepped(renewed, optim));

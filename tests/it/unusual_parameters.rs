@@ -13,7 +13,7 @@ use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{Axis, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowLinear};
 use distmuon::{
-    DistMuonConfig, Error, GradientBuffer, MuonConfig, QkClipConfig, QkClipRule, Result,
+    DistMuonConfig, Error, GradientBuffer, MaxLogits, MuonConfig, QkClipConfig, QkClipRule, Result,
     RoutingRule, checkpoint,
 };
 use distmuon_testing::models::{Fixed, gradients, largest_difference, values, weights};
@@ -143,6 +143,7 @@ fn the_mean_of_micro_batches_is_taken_once_for_clones() {
 enum Kind {
     Replicated,
     Owned,
+    Rows,
     Overlap,
 }
 
@@ -151,11 +152,12 @@ fn layout(world: &World, kind: Kind) -> Result<Layout> {
     Ok(match kind {
         Kind::Replicated => layout,
         Kind::Owned => layout.owned("dp"),
+        Kind::Rows => layout.rows("dp"),
         Kind::Overlap => layout.overlap_backward(),
     })
 }
 
-const KINDS: [Kind; 3] = [Kind::Replicated, Kind::Owned, Kind::Overlap];
+const KINDS: [Kind; 4] = [Kind::Replicated, Kind::Owned, Kind::Rows, Kind::Overlap];
 
 fn distilled<P: Pair>(kind: Kind, initialised: bool) -> Result<[Vec<f32>; 2]> {
     let mut trained = World::threads(World::devices(2), |world| {
@@ -297,6 +299,68 @@ fn weights_that_are_stored_transposed_are_saved_and_loaded() {
     let grads = gradients(&loaded, 9);
     let batched = values(&optim.step(0.01, loaded, grads).unwrap());
     assert!(largest_difference(&batched, &expected) < 1e-5);
+}
+
+#[test]
+fn averages_of_weights_that_are_stored_transposed_are_those_of_the_layer() {
+    for kind in KINDS {
+        let run = World::threads(World::devices(2), |world| {
+            let layout = layout(&world, kind)?.with_small_elements(1);
+            let before = layout.shard(Columns::fixed(world.device()))?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &before)?;
+            let x = Tensor::<2>::ones([1, 4], world.device());
+            let loss = before.head.forward(before.up.forward(x.clone())).square().mean();
+            let grads = layout.backward(&loss, &before)?;
+            let after = optim.step(0.1, before.clone(), grads)?;
+            let of = |net: &Columns| Ok::<_, Error>(values(&layout.unshard(net)?));
+            let pairs = of(&before)?.into_iter().zip(of(&after)?);
+            let blend: Vec<f32> = pairs.map(|(a, b)| a * 0.75 + b * 0.25).collect();
+            let average = layout.unshard(&layout.average(before, &after, 0.75)?)?;
+            assert!(largest_difference(&values(&average), &blend) < 1e-6, "{kind:?}");
+            let layer = |layer: &Linear, x: Tensor<2>| {
+                let bias = layer.bias.as_ref().expect("a bias").val();
+                x.matmul(layer.weight.val()) + bias.unsqueeze()
+            };
+            let expected = layer(&average.head, layer(&average.up, x.clone()));
+            let output = average.head.forward(average.up.forward(x));
+            let difference = (output - expected).abs().max().into_scalar::<f32>();
+            assert!(difference < 1e-6, "{kind:?}: {difference}");
+            Ok::<_, Error>(())
+        });
+        run.unwrap_or_else(|error| panic!("{kind:?}: {error}"));
+    }
+}
+
+/// Two projections of an attention.
+#[derive(Module, Debug)]
+struct Projections {
+    query: Linear,
+    key: Linear,
+}
+
+#[test]
+fn heads_of_weights_that_are_stored_transposed_are_clipped_as_those_of_the_layer() {
+    let device = Device::default().autodiff();
+    let clipped = |layout| {
+        let linear = || LinearConfig::new(4, 6).with_layout(layout).init(&device);
+        let net = vec![Projections { query: linear(), key: linear() }].map(&mut Fixed::new(2));
+        let rule = QkClipRule::multi_head("^0$", 2);
+        let clip = QkClipConfig::new().with_tau(1.0).with_rule(rule).init(&net).unwrap();
+        let mut logits = MaxLogits::new();
+        logits.report("0", Tensor::from_floats([4.0, 0.5], &device));
+        let before = values(&net);
+        let (net, heads) = clip.apply(net, &logits).unwrap();
+        assert_eq!(heads.read()[0].clipped, 1);
+        let (_folder, path) = file();
+        let optim = MuonConfig::new().init(&net);
+        checkpoint::save(&path, &net, &optim, &()).unwrap();
+        let loaded = checkpoint::load(&path, net.clone(), optim).map(|(net, _, ())| net).unwrap();
+        assert_eq!(values(&loaded), values(&net));
+        [before, values(&net)]
+    };
+    let [before, after] = clipped(LinearLayout::Row);
+    assert!(before != after);
+    assert_eq!(clipped(LinearLayout::Col), [before, after]);
 }
 
 /// Returns the paths of the parameters that are initialised.

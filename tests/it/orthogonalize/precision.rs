@@ -182,10 +182,12 @@ fn compare_forms(
 
 #[test]
 fn the_gram_form_is_about_as_precise_as_the_standard_form() {
-    for [m, n] in [[48, 160], [96, 96], [224, 448]] {
+    let large = [([224, 448], &NORMALIZATIONS[..1])];
+    let small = [[48, 160], [96, 96]].map(|shape| (shape, &NORMALIZATIONS[..]));
+    for ([m, n], normalizations) in small.into_iter().chain(large) {
         let vectors = Vectors::new(m, n);
-        for normalization in NORMALIZATIONS {
-            compare_forms(&sets(), normalization, None, &vectors, &types());
+        for normalization in normalizations {
+            compare_forms(&sets(), *normalization, None, &vectors, &types());
         }
     }
 }
@@ -230,7 +232,7 @@ fn both_forms_are_precise_for_any_number_of_steps() {
     let safe = Coefficients::PolarExpress { safety: 1.01 };
     let sets = [sets(), vec![safe]].concat();
     let vectors = Vectors::new(24, 60);
-    for steps in 1..=20 {
+    for steps in (1..=10).chain([15, 20]) {
         compare_forms(&sets, Normalization::Frobenius, Some(steps), &vectors, &types());
     }
 }

@@ -8,7 +8,7 @@ use distmuon::certificate::Certificate;
 
 use super::{folder, rejected, succeed};
 
-const FLAGS: &str = "--data text.rs --batch 4 --steps 4 --eval-every 2 --sample 0";
+const FLAGS: &str = "--data text.rs --context 16 --batch 4 --steps 4 --eval-every 2 --sample 0";
 
 /// The certificate of a run.
 fn certified(folder: &Path, more: &str) -> Certificate {
@@ -46,7 +46,7 @@ fn a_resumed_run_continues_its_certificate_in_a_new_process() {
         succeed(
             folder.path(),
             &format!(
-                "--data text.rs --batch 4 --steps 2 --sample 0 --optimizer dist-muon \
+                "--data text.rs --context 16 --batch 4 --steps 2 --sample 0 --optimizer dist-muon \
                  --save run.bpk --certificate run.json {first}"
             ),
         );

@@ -18,21 +18,25 @@ fn a_diverged_run_can_be_continued() {
 #[test]
 fn runs_that_skip_every_step_are_reported_and_ended() {
     let folder = folder();
-    let flags = "--data text.rs --batch 1 --steps 40 --eval-every 4 --sample 0 --lr 1e30";
-    let arguments = format!("{flags} --log run.jsonl");
-    fail_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
-    let log = log(&folder.path().join("run.jsonl"));
-    assert_eq!(log.last().unwrap()["end"], "diverged");
-    let step = log.last().unwrap()["step"].as_u64().unwrap();
-    assert!((10..20).contains(&step), "{step}");
+    let flags = "--data text.rs --steps 40 --eval-every 4 --sample 0 --lr 1e30";
+    // The error of ranks is that of a thread.
+    for (name, more) in [("run.jsonl", "--batch 1"), ("ranks.jsonl", "--batch 2 --ranks 2")] {
+        let arguments = format!("{flags} --log {name} {more}");
+        fail_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
+        let log = log(&folder.path().join(name));
+        assert_eq!(log.last().unwrap()["end"], "diverged", "{more}");
+        let step = log.last().unwrap()["step"].as_u64().unwrap();
+        assert!((10..20).contains(&step), "{more}: {step}");
+    }
 }
 
 /// The error and the skipped steps of a run that fails.
 fn fail_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
-    let output = train_lm(folder, arguments).output().unwrap();
+    let output = train_lm(folder, arguments).env("RUST_BACKTRACE", "1").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{arguments}: the run ended without an error");
-    let skipped = "muon 8/40: 43 parameters skipped 4 of 4 steps: gradients not finite";
+    assert!(!stderr.to_lowercase().contains("backtrace"), "{arguments}: {stderr}");
+    let skipped = " 8/40: 43 parameters skipped 4 of 4 steps: gradients not finite";
     for expected in [expected, skipped, "start anew with a lower --lr than 1e30"] {
         assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
     }
@@ -114,7 +118,7 @@ fn qk_clip_bounds_the_logits_on_any_number_of_ranks() {
 #[test]
 fn half_precision_trains_on_any_number_of_ranks() {
     let folder = folder();
-    let flags = "--data text.rs --batch 2 --steps 4 --eval-every 0 --sample 0";
+    let flags = "--data text.rs --context 16 --batch 2 --steps 4 --eval-every 0 --sample 0";
     let losses = |name: &str, more: &str| {
         succeed(folder.path(), &format!("{flags} {more} --log {name} --diagnose-every 2"));
         let log = log(&folder.path().join(name));
@@ -190,7 +194,7 @@ fn the_account_of_the_first_step_is_printed_and_logged() {
 #[test]
 fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
     let folder = folder();
-    let flags = "--data text.rs --batch 4 --steps 4 --eval-every 0 --sample 0";
+    let flags = "--data text.rs --context 16 --batch 4 --steps 4 --eval-every 0 --sample 0";
     let loss = |flags: &str| {
         succeed(folder.path(), &format!("{flags} --save run.bpk"));
         match curve(&folder.path().join("run.bpk"))[..] {
@@ -208,7 +212,7 @@ fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
 #[test]
 fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
     let folder = folder();
-    let flags = "--data text.rs --batch 4 --steps 6 --eval-every 2 --sample 0";
+    let flags = "--data text.rs --context 16 --batch 4 --steps 6 --eval-every 2 --sample 0";
     for optimizer in ["dist-muon", "dist-adamw"] {
         let curves = [1, 2, 4].map(|ranks| {
             let name = format!("{ranks}.bpk");
@@ -237,7 +241,7 @@ fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
 #[test]
 fn divided_models_print_the_losses_of_replicated_ones() {
     let folder = folder();
-    let flags = "--data text.rs --batch 4 --steps 5 --eval-every 2 --sample 4";
+    let flags = "--data text.rs --context 16 --batch 4 --steps 5 --eval-every 2 --sample 4";
     let losses = |name: &str, more: &str| {
         let flags = format!("{flags} --log {name}.jsonl --save {name}.bpk {more}");
         let stdout = succeed(folder.path(), &flags);
@@ -283,8 +287,8 @@ fn slices_of_layers_train_as_whole_ones() {
     let folder = folder();
     let losses = |name: &str, more: &str| {
         let flags = format!(
-            "--data text.rs --batch 4 --eval-every 10 --sample 4 --optimizer dist-muon \
-             --log {name}.jsonl --save {name}.bpk {more}"
+            "--data text.rs --context 16 --batch 4 --eval-every 10 --sample 4 \
+             --optimizer dist-muon --log {name}.jsonl --save {name}.bpk {more}"
         );
         let output = succeed(folder.path(), &flags);
         // A mesh says how many ranks there are.
@@ -327,8 +331,8 @@ fn experts_on_ranks_train_as_on_one() {
     let folder = folder();
     let losses = |name: &str, more: &str| {
         let flags = format!(
-            "--data text.rs --preset mixture --batch 4 --steps 6 --eval-every 3 --sample 4 \
-             --optimizer dist-muon --log {name}.jsonl --save {name}.bpk {more}"
+            "--data text.rs --preset mixture --context 16 --batch 4 --steps 6 --eval-every 3 \
+             --sample 4 --optimizer dist-muon --log {name}.jsonl --save {name}.bpk {more}"
         );
         succeed(folder.path(), &flags);
         let log = log(&folder.path().join(format!("{name}.jsonl")));
@@ -390,7 +394,8 @@ fn recipes_bring_their_clip_and_their_iteration() {
 #[test]
 fn a_divided_run_prints_its_plan_and_continues_under_another() {
     let folder = folder();
-    let flags = "--data text.rs --batch 4 --eval-every 2 --sample 0 --ranks 2 --owned dp";
+    let flags =
+        "--data text.rs --context 16 --batch 4 --eval-every 2 --sample 0 --ranks 2 --owned dp";
     let train = |more: &str| succeed(folder.path(), &format!("{flags} {more}"));
     let log = |name: &str| log(&folder.path().join(name));
     train("--steps 4 --log greedy.jsonl");
