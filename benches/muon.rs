@@ -1,24 +1,22 @@
-//! Compares Muon with Burn's own on the shapes of a GPT-2 layer (width 768), in one run.
+//! Compares Muon with Burn's own on the shapes of a GPT-2 layer (width 768).
 //!
 //! ```text
-//! cargo bench --bench muon
+//! cargo bench --bench muon            # all groups
+//! cargo bench --bench muon -- layer   # those whose names contain a text
 //! ```
 //!
-//! Each group compares implementations of the same computation, where `burn` is
-//! `burn::optim::Muon`, or the parts of an update with none. At the end, the ratios to `burn`,
-//! `matmul` or `no parts` are printed, from the medians of the same run.
+//! Each group compares implementations of the same computation, which run in turns, so that all of
+//! them meet the same other load. Printed are the medians, and the ratios to the first one: the
+//! median over all turns, between the quartiles. `burn` is `burn::optim::Muon`.
 
 mod common;
 
-use std::cell::RefCell;
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use common::{LAYER, Matrices, median};
-use criterion::{BenchmarkId, Criterion};
+use common::{LAYER, Matrices};
 use distmuon::parts::{
     AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, Renormalization,
     RowEquilibration,
@@ -32,90 +30,87 @@ fn random(shape: [usize; 2]) -> Tensor<2> {
     common::random(shape, &Device::default())
 }
 
-/// Medians of the samples of this run, by group and name.
-#[derive(Default)]
-struct Medians(RefCell<BTreeMap<String, BTreeMap<String, f64>>>);
+/// Implementations of one computation, by name.
+type Candidates<'a> = Vec<(String, Box<dyn FnMut() + 'a>)>;
 
-impl Medians {
-    /// Measures with criterion, and stores the median over all iterations.
-    fn measure(
-        &self,
-        criterion: &mut Criterion,
-        group: &str,
-        name: &str,
-        parameter: &str,
-        mut routine: impl FnMut(),
-    ) {
-        let device = Device::default();
-        let mut samples = Vec::new();
-        let mut bench = criterion.benchmark_group(group);
-        bench.sample_size(10).warm_up_time(Duration::from_secs(1));
-        bench.measurement_time(Duration::from_secs(4));
-        bench.bench_function(BenchmarkId::new(name, parameter), |bencher| {
-            bencher.iter_custom(|iterations| {
-                (0..iterations)
-                    .map(|_| {
-                        let start = Instant::now();
-                        routine();
-                        device.sync().expect("every kernel of the device succeeds");
-                        let elapsed = start.elapsed();
-                        samples.push(elapsed.as_secs_f64());
-                        elapsed
-                    })
-                    .sum()
-            })
-        });
-        bench.finish();
-        if samples.is_empty() {
-            return; // the filter of the command line excludes this measurement
-        }
-        let key = format!("{group}/{parameter}");
-        self.0.borrow_mut().entry(key).or_default().insert(name.to_owned(), median(samples));
+/// Turns that every group takes at least, and the time after which it ends.
+const TURNS: usize = 11;
+const TIME: Duration = Duration::from_secs(20);
+
+/// Runs candidates in turns and prints their times, if the name of the group contains the text that
+/// the command line asks for.
+fn compare(group: &str, mut candidates: Candidates) {
+    let mut asked = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
+    if asked.next().is_some_and(|text| !group.contains(&text)) {
+        return;
     }
-
-    fn print(&self) {
-        for (group, medians) in self.0.borrow().iter() {
-            let base = ["burn", "matmul", "no parts"]
-                .iter()
-                .find_map(|base| Some((base, medians.get(*base)?)));
-            for (name, median) in medians {
-                let ratio = base.map(|(base, time)| format!("{:.3} x {base}", median / time));
-                println!(
-                    "{group:40} {name:24} {:9.2} ms  {}",
-                    median * 1e3,
-                    ratio.unwrap_or_default()
-                );
-            }
-        }
+    let device = Device::default();
+    let begin = Instant::now();
+    let mut turns: Vec<Vec<f64>> = vec![];
+    // The first turn compiles kernels and fills caches.
+    while turns.len() <= TURNS || begin.elapsed() < TIME {
+        let times = candidates.iter_mut().map(|(_, routine)| {
+            let start = Instant::now();
+            routine();
+            device.sync().expect("every kernel of the device succeeds");
+            let time = start.elapsed().as_secs_f64();
+            free_leaves();
+            time
+        });
+        turns.push(times.collect());
+    }
+    for (index, (name, _)) in candidates.iter().enumerate() {
+        let measured = &turns[1..];
+        let sorted = |value: &dyn Fn(&Vec<f64>) -> f64| {
+            let mut values: Vec<f64> = measured.iter().map(value).collect();
+            values.sort_by(f64::total_cmp);
+            [1, 2, 3].map(|quarter| values[values.len() * quarter / 4])
+        };
+        let [_, time, _] = sorted(&|times| times[index] * 1e3);
+        let [low, ratio, high] = sorted(&|times| times[index] / times[0]);
+        let turns = measured.len();
+        println!("{group:28} {name:24} {time:9.2} ms {ratio:6.3} ({low:.3} to {high:.3}) x{turns}");
     }
 }
 
+/// Frees the leaves that steps have replaced, which Burn's autodiff does in a backward pass. A
+/// training run has one before every step.
+fn free_leaves() {
+    let device = Device::default().autodiff();
+    drop(Tensor::<1>::ones([1], &device).require_grad().sum().backward());
+}
+
 /// Compares one symmetric product with Burn's matmul.
-fn symmetric_product(criterion: &mut Criterion, medians: &Medians) {
+fn symmetric_product() {
     for [m, n] in
         [[256, 256], [512, 512], [512, 2048], [768, 768], [768, 3072], [1024, 1024], [2048, 2048]]
     {
-        let a = random([m, n]).unsqueeze::<3>();
-        let parameter = format!("{m}x{n}");
-        let mut measure = |name: &str, routine: &dyn Fn() -> Tensor<3>| {
-            medians.measure(criterion, "symmetric product", name, &parameter, || {
-                black_box(routine());
-            });
+        let a = &random([m, n]).unsqueeze::<3>();
+        let product = |name: &str, routine: Box<dyn Fn() -> Tensor<3>>| {
+            let routine = move || drop(black_box(routine()));
+            (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
         };
-        measure("matmul", &|| a.clone().matmul(a.clone().swap_dims(1, 2)));
-        measure("portable", &|| ComputePath::Portable.product(a.clone(), None));
+        let on = |path: ComputePath| {
+            let a = a.clone();
+            Box::new(move || path.product(a.clone(), None))
+        };
+        let matmul = a.clone();
+        let matmul = Box::new(move || matmul.clone().matmul(matmul.clone().swap_dims(1, 2)));
+        let portable = product("portable", on(ComputePath::Portable));
+        let mut candidates = vec![product("matmul", matmul), portable];
         let fastest = ComputePath::choose(KernelPolicy::Auto, &a.device(), a.dtype().into());
         if fastest != ComputePath::Portable {
-            measure(&format!("{fastest:?}").to_lowercase(), &|| fastest.product(a.clone(), None));
+            candidates.push(product(&format!("{fastest:?}").to_lowercase(), on(fastest)));
         }
+        compare(&format!("symmetric product/{m}x{n}"), candidates);
     }
 }
 
 /// Measures the orthogonalisation in both forms, with Keller Jordan's coefficients.
-fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
-    for shape in [[768, 768], [768, 3072], [3072, 768]] {
-        let batch = random(shape).unsqueeze::<3>();
-        let parameter = format!("{}x{}", shape[0], shape[1]);
+fn newton_schulz() {
+    for [m, n] in [[768, 768], [768, 3072], [3072, 768]] {
+        let batch = random([m, n]).unsqueeze::<3>();
+        let mut candidates: Candidates = vec![];
         for (name, form, kernels) in [
             ("standard", IterationForm::Standard, KernelPolicy::Auto),
             ("gram", IterationForm::Gram, KernelPolicy::Auto),
@@ -130,10 +125,11 @@ fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
                 .init()
                 .expect("usable settings")
                 .with_kernels(kernels);
-            medians.measure(criterion, "newton-schulz", name, &parameter, || {
-                black_box(newton_schulz.orthogonalize(batch.clone()));
-            });
+            let batch = batch.clone();
+            let iterate = move || drop(black_box(newton_schulz.orthogonalize(batch.clone())));
+            candidates.push((name.to_owned(), Box::new(iterate)));
         }
+        compare(&format!("newton-schulz/{m}x{n}"), candidates);
     }
 }
 
@@ -141,7 +137,7 @@ fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
 type Step = Box<dyn FnMut(Matrices, GradientsParams) -> Matrices>;
 
 /// Measures a whole step of single matrices and of a layer, through a module optimizer.
-fn step(criterion: &mut Criterion, medians: &Medians) {
+fn step() {
     let layer: &[[usize; 2]] = &LAYER;
     let groups = [
         ("768x768", &layer[..1]),
@@ -181,27 +177,30 @@ fn step(criterion: &mut Criterion, medians: &Medians) {
                 }),
             ),
         ];
-        for (name, mut step) in optimizers {
+        let candidates = optimizers.map(|(name, mut step)| {
             let mut trained = Some(model.clone());
-            medians.measure(criterion, "step", name, parameter, || {
+            let (model, gradients) = (&model, &gradients);
+            let routine = move || {
                 let mut grads = GradientsParams::new();
-                for (matrix, gradient) in model.matrices.iter().zip(&gradients) {
+                for (matrix, gradient) in model.matrices.iter().zip(gradients) {
                     grads.register(matrix.id, gradient.clone());
                 }
                 trained = trained.take().map(|model| step(model, grads));
-            });
-        }
+            };
+            (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
+        });
+        compare(&format!("step/{parameter}"), candidates.into());
     }
 }
 
 /// Measures a step of a layer with each part of the update and kind of weight decay.
-fn parts(criterion: &mut Criterion, medians: &Medians) {
+fn parts() {
     let device = Device::default().autodiff();
     let model = Matrices::new(&LAYER, &device);
     let plain = || MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
     let with = |part: Part| plain().with_parts(vec![part]);
     let corrected = MomentumConfig::new().with_bias_correction(true);
-    for (name, config) in [
+    let configs = [
         ("no parts", plain()),
         ("RowEquilibration", with(RowEquilibration.into())),
         ("ColumnEquilibration", with(ColumnEquilibration.into())),
@@ -216,23 +215,22 @@ fn parts(criterion: &mut Criterion, medians: &Medians) {
         ("cautious decay", plain().with_weight_decay(WeightDecay::Cautious(0.1.into()))),
         ("coupled decay", plain().with_weight_decay(WeightDecay::Coupled(0.1.into()))),
         ("bias correction", plain().with_momentum(corrected)),
-    ] {
-        let mut optim = config.init(&model);
+    ];
+    let candidates = configs.map(|(name, config)| {
+        let (model, mut optim) = (&model, config.init(&model));
         let mut trained = Some(model.clone());
-        medians.measure(criterion, "parts", name, "layer", || {
+        let routine = move || {
             let gradients = model.gradients();
             trained = trained.take().map(|model| optim.step(1e-3, model, gradients));
-        });
-    }
+        };
+        (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
+    });
+    compare("parts/layer", candidates.into());
 }
 
 fn main() {
-    let mut criterion = Criterion::default().configure_from_args();
-    let medians = Medians::default();
-    symmetric_product(&mut criterion, &medians);
-    newton_schulz(&mut criterion, &medians);
-    step(&mut criterion, &medians);
-    parts(&mut criterion, &medians);
-    medians.print();
-    criterion.final_summary();
+    symmetric_product();
+    newton_schulz();
+    step();
+    parts();
 }
