@@ -40,6 +40,8 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_that_only_some_ranks_use_are_rejected_unless_allowed,
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
     a_rank_without_any_batch_is_rejected,
+    a_backward_pass_of_the_callers_has_the_same_gradients_or_is_an_error,
+    two_forward_passes_may_come_before_their_backward_passes,
     a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
     a_rank_that_panics_in_a_call_of_a_layout_stops_all_ranks,
 ];
@@ -64,7 +66,9 @@ impl Tasks {
 
     /// The loss of a task. Other ranks may use the other heads.
     fn loss(&self, layout: Option<&Layout>, seed: usize, task: usize) -> Tensor<1> {
-        let (device, dtype) = (self.trunk.weight.device(), self.trunk.weight.val().dtype());
+        // Of a small parameter: reading a weight is a use of it.
+        let bias = self.trunk.bias.as_ref().expect("a bias").val();
+        let (device, dtype) = (bias.device(), bias.dtype());
         let values = Tensor::<1>::from_data(
             std::array::from_fn::<f32, 96, _>(|index| ((index * 7 + seed * 13) % 11) as f32 / 8.0),
             (&device, DType::F32),
@@ -209,9 +213,18 @@ fn heads_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
+/// The losses of a rank with a teacher.
+#[derive(Clone, Copy, Debug)]
+enum Losses {
+    /// The sum of the model's and the teacher's.
+    Both,
+    /// The model's or the teacher's, in turns: the ranks use different values.
+    InTurns,
+}
+
 /// The losses and final weights of a rank that also has the loss of a teacher, which has the values
 /// of two steps before. A head is frozen for the last steps.
-fn train_with_teacher(world: &World, layout: Option<Layout>) -> Result<Run> {
+fn train_with_teacher(world: &World, layout: Option<Layout>, of: Losses) -> Result<Run> {
     let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));
     let mut net = layout_or_flat.shard(Tasks::of(DType::F32, world.device()))?;
     let mut optim = config().init_on(&layout_or_flat, &net)?;
@@ -222,10 +235,25 @@ fn train_with_teacher(world: &World, layout: Option<Layout>) -> Result<Run> {
             let head = net.heads.remove(0);
             net.heads.insert(0, head.no_grad());
         }
-        let (seed, task) = (10 * step + rank, task(rank, step));
+        let seed = 10 * step + rank;
         let teacher = &earlier[step.saturating_sub(2)];
-        let loss = net.loss(layout.as_ref(), seed, task);
-        let loss = loss + teacher.loss(layout.as_ref(), seed, task) * 0.25;
+        let loss = |net: &Tasks, task| net.loss(layout.as_ref(), seed, task);
+        let leave_out = |net: &Tasks| layout.iter().for_each(|layout| layout.unused(net));
+        let loss = match of {
+            Losses::Both => {
+                let task = task(rank, step);
+                loss(&net, task) + loss(teacher, task) * 0.25
+            }
+            Losses::InTurns if (rank + step).is_multiple_of(2) => {
+                let loss = loss(&net, step % TASKS);
+                leave_out(teacher);
+                loss
+            }
+            Losses::InTurns => {
+                leave_out(&net);
+                loss(teacher, step % TASKS)
+            }
+        };
         losses.push(bits(&loss));
         let gradients = match &layout {
             Some(layout) => layout.backward(&loss, &net)?,
@@ -238,18 +266,77 @@ fn train_with_teacher(world: &World, layout: Option<Layout>) -> Result<Run> {
 }
 
 fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
-    for count in [2, 3] {
+    for (count, of) in [(2, Losses::Both), (3, Losses::Both), (2, Losses::InTurns)] {
         let on = |layout: Option<fn(&World) -> Layout>| {
             let runs = ranks(count, |world| {
                 let world = with_checkpoints(&world);
                 let layout = layout.map(|layout| layout(&world));
-                train_with_teacher(&world, layout)
+                train_with_teacher(&world, layout, of)
             });
             runs.unwrap()
         };
         let expected = on(None);
         for (index, layout) in LAYOUTS.into_iter().enumerate() {
-            assert_equal(&expected, &on(Some(layout)), &format!("{count} ranks, layout {index}"));
+            let what = format!("{count} ranks, {of:?}, layout {index}");
+            assert_equal(&expected, &on(Some(layout)), &what);
+        }
+    }
+}
+
+fn two_forward_passes_may_come_before_their_backward_passes() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = |in_turns: bool| {
+            let run = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world).with_muon(config().muon);
+                let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let mut optim = config().init_on(&layout, &net)?;
+                let mut buffer = GradientBuffer::new();
+                let loss = |seed| net.loss(Some(&layout), 10 * seed + world.rank(), 0);
+                let losses = if in_turns { vec![] } else { vec![loss(0), loss(1)] };
+                for seed in 0..2 {
+                    let loss = losses.get(seed).cloned().unwrap_or_else(|| loss(seed));
+                    buffer.add(&net, layout.backward(&loss, &net)?)?;
+                }
+                let net = optim.step(0.01, net, buffer.take_sum())?;
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            run.unwrap()
+        };
+        let expected = run(true);
+        assert!(expected[0] != weights(&Tasks::of(DType::F32, &crate::device())), "it trains");
+        assert!(run(false) == expected, "layout {index}");
+    }
+}
+
+fn a_backward_pass_of_the_callers_has_the_same_gradients_or_is_an_error() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = |is_callers: bool| {
+            ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world).with_muon(config().muon);
+                let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let mut optim = config().init_on(&layout, &net)?;
+                let loss = net.loss(Some(&layout), world.rank(), world.rank());
+                let gradients = match is_callers {
+                    true => {
+                        let mut rest = GradientsParams::from_grads(loss.backward(), &net);
+                        layout.collect(&net, &mut rest)?;
+                        rest
+                    }
+                    false => layout.backward(&loss, &net)?,
+                };
+                Ok(weights(&layout.unshard(&optim.step(0.01, net, gradients)?)?))
+            })
+        };
+        let expected = run(false).unwrap();
+        match run(true) {
+            Ok(trained) => assert!(trained == expected, "layout {index}"),
+            // Weights that are gathered again are asked for before the ranks know who uses them.
+            Err(error) => {
+                assert!(index >= 3, "layout {index}: {error}");
+                assert!(error.to_string().contains("the ranks disagree"), "{error}");
+            }
         }
     }
 }

@@ -352,14 +352,14 @@ impl Reparameterizer for Shard<'_> {
         let (id, whole, mapper) = param.consume();
         let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
         let shape = slice.unwrap_or(whole.shape());
-        let zero = Tensor::<D>::zeros([1; D], (&whole.device(), whole.dtype()));
+        let nan = Tensor::<D>::full([1; D], f32::NAN, (&whole.device(), whole.dtype()));
         let part = match self.error {
             Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
             None => self.part(parameter, whole),
         };
-        let part = self.report(part).unwrap_or_else(|| zero.clone().reshape([1]));
+        let part = self.report(part).unwrap_or_else(|| nan.clone().reshape([1]));
         let at = (path, self.world.rank());
-        let base = parameter.form.base(zero.expand(shape), mapper, at);
+        let base = parameter.form.base(nan.expand(shape), mapper, at);
         let (parameter, passes) = (parameter.clone(), self.passes.clone());
         // The first pass gathers ahead as well.
         passes.remember_part(&parameter, &part);

@@ -21,12 +21,12 @@ impl fmt::Debug for Form {
 }
 
 impl Form {
-    /// The base of an owned parameter: zeros in the shape of the whole. Burn's records would save
-    /// them, or load values into them that nothing uses: their functions panic. Keeps the mapper of
-    /// the whole.
+    /// The base of an owned parameter: NaN in the shape of the whole, so that a parameter that was
+    /// taken out of the division shows at its first use. Burn's records would save them, or load
+    /// values into them that nothing uses: their functions panic. Keeps the mapper of the whole.
     pub fn base<const D: usize>(
         &self,
-        zeros: Tensor<D>,
+        nan: Tensor<D>,
         mapper: ParamMapper<Tensor<D>>,
         (path, rank): (&str, usize),
     ) -> Param<Tensor<D>> {
@@ -40,7 +40,7 @@ impl Form {
         let (saved, loaded) = (refusal.to_string(), refusal.to_string());
         // A new identity: the part has the parameter's, under which optimizers look for its
         // gradient.
-        Param::initialized(ParamId::new(), zeros)
+        Param::initialized(ParamId::new(), nan)
             .save_mapper(move |_| panic!("{saved}"))
             .load_mapper(move |_| panic!("{loaded}"))
             // The base must never get a gradient: it has the shape of the whole and one element.

@@ -65,6 +65,19 @@ impl Identities {
         Error::parameter(&parameter.path, self.rank, reason, remedy)
     }
 
+    /// The path of the parameter with a leaf.
+    pub fn path_of(&self, leaf: u64) -> Option<&str> {
+        let mut all = self.by_path.iter();
+        all.find(|(_, identity)| identity.leaf == Some(leaf)).map(|(path, _)| &**path)
+    }
+
+    /// The error of a parameter that the model has under another path than when it was divided.
+    pub fn moved(&self, parameter: &PassParameter, path: &str) -> Error {
+        let reason = format!("the model has it as `{path}`, and its gradient has no place there");
+        let remedy = "arrange the layers before `Layout::shard`, and leave them in their places";
+        Error::parameter(&parameter.path, self.rank, &reason, remedy)
+    }
+
     /// The identities under which gradients are registered, by path.
     pub fn into_ids(self) -> HashMap<String, ParamId> {
         self.by_path.into_iter().map(|(path, identity)| (path, identity.id)).collect()

@@ -598,6 +598,9 @@ impl Layout {
     /// Adds this rank's shards of the means of a model's parameters whose gradients the pass has
     /// reduced, after a backward pass of the caller's. All ranks make this call.
     ///
+    /// The ranks do not know yet which of them [leave parameters out](Self::allow_unused): with
+    /// [`Keep::Nothing`], such a pass is an error, and needs `backward`.
+    ///
     /// # Errors
     ///
     /// As [`backward`](Self::backward); [`Error::Usage`] after

@@ -158,12 +158,14 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// As [`Layout::backward`].
+    /// As [`Layout::backward`]; [`Error::Usage`] on several ranks with
+    /// [`Gradients::Averaged`](super::Gradients::Averaged), since no step would average them.
     pub fn backward<M: Module, const D: usize>(
         &self,
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
+        self.traffic.ensure_averages(&self.divided.world)?;
         self.announced(self.layout().backward(&self.scaled(loss), model))
     }
 
@@ -173,8 +175,9 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// As [`Layout::accumulate`].
+    /// As [`Layout::accumulate`], and as [`backward`](Self::backward).
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
+        self.traffic.ensure_averages(&self.divided.world)?;
         self.announced(self.layout().accumulate(&self.scaled(loss), model))
     }
 

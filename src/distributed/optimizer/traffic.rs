@@ -13,7 +13,7 @@ use crate::backend::precise_dtype;
 use crate::comm::{Pending, ReduceOp, World};
 use crate::distributed::config::{DistMuonConfig, GradDtype, Gradients, Publish};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::flat::bytes;
 use crate::update::is_half;
 
@@ -76,6 +76,19 @@ impl Traffic {
     /// Returns `true` if gradients are reduced at all.
     pub fn reduces(&self, world: &World) -> bool {
         world.size() > 1 && self.gradients == Gradients::PerRank
+    }
+
+    /// Fails if the gradients of each rank's data would never be averaged.
+    pub fn ensure_averages(&self, world: &World) -> Result<()> {
+        if world.size() == 1 || self.reduces(world) {
+            return Ok(());
+        }
+        Err(Error::usage(
+            "the gradients of a backward pass are those of one rank's data",
+            "gradients that are averaged over the ranks, by `Gradients::Averaged`",
+            "a backward pass of the optimizer",
+            "configure `Gradients::PerRank`, or pass averaged gradients to the step",
+        ))
     }
 
     /// Returns `true` if gradients of parameters in half precision may be float32.

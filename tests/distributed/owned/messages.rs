@@ -8,7 +8,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Keep, Layout};
+use distmuon::distributed::{Axis, DistMuonConfig, Keep, Layout, Mesh, Publish};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds;
@@ -112,5 +112,41 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
             let once = (count - 1) * LAYERS * LAYER;
             assert!(sent == once || !worlds::is_exact(), "{case}: {sent} of {once}");
         }
+    }
+}
+
+/// The gathers of a step and of the passes that follow it, on two nodes of two ranks, each of which
+/// has a replica of the model.
+fn gathers_of_a_step_and_of_passes(publish: Publish) -> [usize; 2] {
+    let run = ranks_here(4, |world| {
+        let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+        let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+        let layout = Layout::new(&mesh).owned("gpu").with_small_elements(1);
+        let blocks: Vec<Block> = (0..LAYERS).map(|_| Block::new(world.device())).collect();
+        let config = DistMuonConfig::new().with_publish(publish);
+        let (mut blocks, mut optim) = config.start(&layout, blocks.map(&mut Fixed::new(7)))?;
+        let gathers = || calls.lock().unwrap().remove("all_gather").unwrap_or(0);
+        let mut counts = [0; 2];
+        for _ in 0..3 {
+            let x = Tensor::<2>::ones([4, WIDTH], (world.device(), DType::F32));
+            let x = blocks.iter().fold(x, |x, block| block.forward(x));
+            let grads = optim.backward(&x.square().mean(), &blocks)?;
+            counts[1] = gathers();
+            blocks = optim.step(0.01, blocks, grads)?;
+            counts[0] = gathers();
+        }
+        Ok(counts)
+    });
+    let counts = run.unwrap();
+    assert!(counts.iter().all(|other| *other == counts[0]), "{counts:?}");
+    counts[0]
+}
+
+pub fn new_values_of_many_layers_are_published_in_few_calls() {
+    for publish in [Publish::Now, Publish::AtFirstUse] {
+        let [step, passes] = gathers_of_a_step_and_of_passes(publish);
+        // One for each layer, and of the passes as many again for the backward pass.
+        assert!(0 < step && step <= LAYERS + 1, "{publish:?}: {step}");
+        assert!(passes <= 2 * (LAYERS + 1), "{publish:?}: {passes}");
     }
 }

@@ -62,6 +62,7 @@ use balancing::{
     every_balancing_of_divided_parameters_trains_as_one_rank,
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
     loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
+    neighbouring_matrices_have_owners_on_different_nodes,
     owners_of_a_divided_model_are_those_of_its_balancing,
 };
 use identities::{
@@ -70,16 +71,21 @@ use identities::{
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
 };
-use messages::a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once;
+use messages::{
+    a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
+    new_values_of_many_layers_are_published_in_few_calls,
+};
 use rejections::{
+    a_backward_pass_whose_gradients_nothing_averages_is_rejected,
     a_parameter_that_one_rank_does_not_use_is_named,
+    a_parameter_that_was_taken_out_of_its_division_is_nan,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
     a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     averages_and_abandoned_passes_do_not_disturb_training,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
     delays_in_passes_do_not_change_results, discarded_passes_and_whole_models_leave_no_trace,
-    gradients_that_were_not_collected_are_rejected,
+    gradients_that_were_not_collected_are_rejected, layers_in_other_places_are_rejected,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
     ranks_of_other_groups_are_told_of_a_difference,
@@ -96,12 +102,16 @@ use rows::{
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
+    new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
     states_of_users_optimizers_are_saved_with_owned_parameters,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected,
     gradients_that_were_not_collected_are_rejected,
+    a_backward_pass_whose_gradients_nothing_averages_is_rejected,
+    a_parameter_that_was_taken_out_of_its_division_is_nan,
+    layers_in_other_places_are_rejected,
     a_parameter_that_one_rank_does_not_use_is_named,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
     ranks_may_start_from_clones_of_one_model,
@@ -120,6 +130,7 @@ pub const IN_PROCESS: &[Case] = cases![
     places_of_frozen_parameters_are_checked,
     loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
     owners_of_a_divided_model_are_those_of_its_balancing,
+    neighbouring_matrices_have_owners_on_different_nodes,
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
     a_table_of_owners_that_are_chosen_together_waits_for_the_division,
     a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,

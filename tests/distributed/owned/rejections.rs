@@ -11,7 +11,7 @@ use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place};
 use distmuon::link::Link;
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
@@ -155,6 +155,65 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         layout.collect(&net, &mut GradientsParams::new())
     });
     assert_says(&collected, &["`Layout::accumulate`", "`Layout::backward`"]);
+    // A pass for the gradient of an input, whose gradients of parameters nobody wants.
+    type Pass = fn(&Layout, &Tensor<1>, &Layers) -> Result<()>;
+    let passes: [Pass; 3] = [
+        |layout, loss, net| layout.backward(loss, net).map(drop),
+        |layout, loss, net| layout.drain(loss, net).map(drop),
+        |layout, loss, net| layout.accumulate(loss, net),
+    ];
+    for (pass, is_owned) in passes.iter().flat_map(|pass| [(pass, true), (pass, false)]) {
+        let earlier = errors(|world| {
+            let layout = Layout::new(&Mesh::flat(world)).with_small_elements(1);
+            let layout = if is_owned { layout.owned("dp") } else { layout.overlap_backward() };
+            let net = layout.shard(layers(world.device()))?;
+            drop(output(&net, ones(world.device())).backward());
+            layout.discard()?;
+            pass(&layout, &output(&net, ones(world.device())), &net)?;
+            layout.discard()?;
+            drop(output(&net, ones(world.device())).backward());
+            pass(&layout, &output(&net, ones(world.device())), &net)
+        });
+        assert_says(&earlier, &["of an earlier backward pass", "`Layout::discard`"]);
+    }
+}
+
+pub fn layers_in_other_places_are_rejected() {
+    for is_owned in [true, false] {
+        let moved = errors(|world| {
+            let layout = Layout::new(&Mesh::flat(world)).with_small_elements(1);
+            let layout = if is_owned { layout.owned("dp") } else { layout.overlap_backward() };
+            let mut net = layout.shard(layers(world.device()))?;
+            net.layers.swap(0, 2);
+            layout.backward(&output(&net, ones(world.device())), &net)
+        });
+        assert_says(&moved, &["the model has it as `layers.", "before `Layout::shard`"]);
+    }
+}
+
+/// A map of one parameter by Burn drops its division.
+pub fn a_parameter_that_was_taken_out_of_its_division_is_nan() {
+    let run = ranks_here(2, |world| {
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+        let mut net = layout.shard(layers(world.device()))?;
+        let first = &mut net.layers[0];
+        first.weight = first.weight.clone().set_require_grad(false);
+        Ok(output(&net, ones(world.device())).into_scalar::<f32>().is_nan())
+    });
+    assert_eq!(run.unwrap(), [true; 2]);
+}
+
+pub fn a_backward_pass_whose_gradients_nothing_averages_is_rejected() {
+    for is_owned in [true, false] {
+        let averaged = errors(|world| {
+            let layout = Layout::new(&Mesh::flat(world));
+            let layout = if is_owned { layout.owned("dp") } else { layout };
+            let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
+            let (net, optim) = config.start(layout, layers(world.device()))?;
+            optim.backward(&output(&net, ones(world.device())), &net)
+        });
+        assert_says(&averaged, &["`Gradients::Averaged`", "`Gradients::PerRank`"]);
+    }
 }
 
 pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {

@@ -48,8 +48,9 @@ impl Passes {
         let means = self.parameters.iter().zip(&mut state.uses).filter_map(|(parameter, uses)| {
             let mean = mean_of(parameter, uses, model).transpose()?;
             // A zero from ranks without a batch, or of a clone's values, is no gradient: the
-            // parameter would be moved by its momentum and decay.
-            let is_zero = is_on_ranks(parameter, |uses| !uses.count);
+            // parameter would be moved by its momentum and decay. A use before another backward
+            // pass is no use in this one, and has a gradient.
+            let is_zero = is_on_ranks(parameter, |uses| uses.are_in_pass && !uses.count);
             (!is_zero || mean.is_err()).then_some(mean)
         });
         let means: Result<Vec<MeanGradient>> = means.collect();

@@ -290,7 +290,8 @@ fn has_gradient(gradients: &GradientsParams, id: ParamId, parameter: &PassParame
     with_dimensions!(parameter, has(gradients, id))
 }
 
-/// Takes the mean gradient of a model's parameter, and drops gradients of other values.
+/// Takes the mean gradient of a model's parameter, and drops gradients of other values. Fails for
+/// one of a parameter that the model has elsewhere.
 pub(super) fn mean_of(
     parameter: &Arc<PassParameter>,
     uses: &mut Uses,
@@ -304,6 +305,8 @@ pub(super) fn mean_of(
             mean = uses.mean;
         } else if uses.had_micro_batches {
             return Err(model.changed(parameter));
+        } else if let Some(path) = model.path_of(uses.leaf) {
+            return Err(model.moved(parameter, path));
         }
     }
     let Some(mean) = mean else { return Ok(None) };

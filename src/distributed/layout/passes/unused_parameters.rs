@@ -41,9 +41,11 @@ impl Passes {
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// [`Error::Parameter`] for a gradient that an earlier backward pass has left; as every
+    /// collective.
     pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
         let mut state = self.state();
+        self.ensure_collected(&state)?;
         self.exchange_uses(&mut state, model)?;
         let of_ranks = state.of_ranks.clone().unwrap_or_default();
         let is_needed = |uses: &UsesOfRanks| uses.are_partial && uses.are_in_pass;
@@ -54,6 +56,21 @@ impl Passes {
             }
         }
         state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Fails for a gradient of an earlier backward pass that no call has returned: the gradients of
+    /// this pass would be added to it.
+    fn ensure_collected(&self, state: &PassState) -> Result<()> {
+        let has_gradient = |uses: &LeafUses| uses.sum.is_some() || uses.mean.is_some();
+        let left = self.parameters.iter().find(|parameter| {
+            let mut leaves = state.uses[parameter.index].leaves.iter();
+            leaves.any(has_gradient) || state.is_reducing(parameter.index)
+        });
+        let Some(parameter) = left else { return Ok(()) };
+        let reason = "it has a gradient of an earlier backward pass, which was not collected";
+        let remedy = "after `loss.backward()`, call `Layout::collect`, or `Layout::discard` if its \
+                      gradients are not used";
+        Err(Error::parameter(&parameter.path, self.groups.world.rank(), reason, remedy))
     }
 
     /// Gathers all parts of a parameter that this pass has used, on all ranks, also those without a
