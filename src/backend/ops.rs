@@ -64,6 +64,14 @@ pub struct ParameterStep {
     pub cautious: bool,
 }
 
+/// The flags of the matrices of a batch, among the flags of others.
+#[derive(Debug, Clone, Copy)]
+pub struct MatrixFlags<'a> {
+    pub flags: &'a Tensor<1>,
+    /// Index of the first one of the batch.
+    pub first: usize,
+}
+
 /// A parameter in a step that updates element by element.
 #[derive(Debug, Clone, Copy)]
 pub struct ElementwiseRows {

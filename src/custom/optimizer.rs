@@ -108,13 +108,12 @@ impl Whole {
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         slots.convert(&table, dtype);
 
-        let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let flags = Tensor::zeros([1], (&device, DType::F32));
         // Before clipping, which would make an infinite gradient a finite one.
-        let rejected = reject(self.policy, flags, &[flat(grad.clone())], &whole, f64::MAX);
+        let rejected = reject(self.policy, flags, std::slice::from_ref(&grad), &whole, f64::MAX);
         let grad = clip(self.clipping.as_ref(), grad);
-        let tensors = UpdateTensors { values: vec![flat(parameter)], gradients: vec![flat(grad)] };
+        let tensors = UpdateTensors::of_one(parameter, grad);
         let parameter = WholeParameter {
             flag: 0,
             shape: &shape,

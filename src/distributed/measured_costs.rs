@@ -135,8 +135,7 @@ fn measure_whole(
             factors: None,
             decision: Decision { flag: flat::zeros(1, DType::F32, device), read: Some(false) },
         };
-        let tensors =
-            UpdateTensors { values: vec![values.clone()], gradients: vec![gradient.clone()] };
+        let tensors = UpdateTensors::of_one(values.clone(), gradient.clone());
         drop(update.step(tensors, parameter, &mut slots, &mut own, None));
         sync(device)?;
         Ok(start.elapsed().as_secs_f64())

@@ -262,8 +262,7 @@ impl Muon {
             first,
             iterations: Cell::default(),
         };
-        let (values, gradients) = (vec![parameter.reshape([-1])], vec![grad.reshape([-1])]);
-        let tensors = UpdateTensors { values, gradients };
+        let tensors = UpdateTensors::of_one(parameter, grad);
         let (mut updated, flags) = update.step(&batch, tensors, slots, clocks, flags, None);
         Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
     }

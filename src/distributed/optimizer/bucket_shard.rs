@@ -229,7 +229,7 @@ impl Shard {
 
     /// This rank's share of the bucket as it has it, whose parameters may be slices.
     pub fn pack_share(&self, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
-        pack(values, &self.exchange.held, self.exchange.share(), dtype, &self.device)
+        pack(values, &self.exchange.held, self.exchange.share_range(), dtype, &self.device)
     }
 
     /// Returns `true` if the ranks update the bucket in shards, and every rank has all of it, or
@@ -358,7 +358,7 @@ impl Shard {
         inputs: &StepInputs,
     ) -> Tensor<1> {
         let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
-        let share = self.exchange.parts().expect("the parameters are slices");
+        let share = self.exchange.share().expect("the parameters are slices");
         share.apply(muon, directions, values, inputs)
     }
 

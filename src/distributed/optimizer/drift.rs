@@ -15,8 +15,8 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::bucket_shard::Shard;
-use super::device_counters::{COUNTERS, Counters};
 use super::divided_model::DividedModel;
+use super::step_counts::{COUNTERS, Counters};
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};

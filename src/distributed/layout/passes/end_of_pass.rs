@@ -3,9 +3,8 @@
 use std::sync::PoisonError;
 
 use super::reduce_gradients::{MeanGradient, mean_of};
-use super::state::{LeafUses, PassState, UsesOfRanks};
+use super::state::{LeafUses, PassState};
 use super::{Passes, SharingGroup};
-use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
@@ -23,12 +22,8 @@ impl Passes {
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
         self.exchange_uses(&mut state, Some(model))?;
-        let of_ranks = state.of_ranks.clone();
-        let is_on_ranks = |parameter: &PassParameter, is: fn(&UsesOfRanks) -> bool| {
-            of_ranks.as_ref().is_some_and(|of_ranks| is(&of_ranks[parameter.index]))
-        };
         for parameter in &self.parameters {
-            if is_on_ranks(parameter, |uses| uses.are_partial) {
+            if state.is_partial(parameter.index) {
                 self.attempt(&mut state, |state| {
                     self.start_reducing_partial(state, parameter, model)
                 });
@@ -41,6 +36,8 @@ impl Passes {
                 self.attempt(&mut state, |state| self.start_reducing(state, parameter, leaf));
             }
         }
+        // Before the pass ends, which forgets them.
+        let of_ranks = state.of_ranks.clone();
         // Before the means are read: the last reductions have landed then, and the ranks have
         // compared their calls.
         self.end_pass(&mut state)?;
@@ -49,7 +46,7 @@ impl Passes {
             let mean = mean_of(parameter, uses, model).transpose()?;
             // A zero from ranks without a batch, or of a clone's values, is no gradient: the
             // parameter would be moved by its momentum and decay.
-            let is_zero = is_on_ranks(parameter, |uses| !uses.count);
+            let is_zero = of_ranks.as_ref().is_some_and(|all| !all[parameter.index].count);
             (!is_zero || mean.is_err()).then_some(mean)
         });
         let means: Result<Vec<MeanGradient>> = means.collect();

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{OwnedPart, PassState, Publishing, Uses, Values};
+use super::state::{OwnedPart, PassState, Publishing, Values};
 use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
@@ -131,18 +131,6 @@ impl Passes {
             }
         }
         Ok(())
-    }
-
-    /// Forgets the parts that were used, so that a step has the only reference to them.
-    pub fn forget_parts(&self) {
-        let forget = |uses: &mut Uses| {
-            uses.part = None;
-            uses.in_pass.clear();
-            // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
-            // that was frozen just before a step shares its buffers with the step's parts.
-            uses.evaluated.take_if(|part| matches!(part.values, Values::Version(_)));
-        };
-        self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.

@@ -27,8 +27,7 @@ pub enum Flight {
 /// Gradients that are summed up in one message.
 #[derive(Debug)]
 pub struct Reduction {
-    /// The parameters, and the values whose gradients they are.
-    pub of: Vec<(usize, u64)>,
+    pub of: Vec<GradientOf>,
     pub message: Message,
     /// `true` for the sum among replicas of the sums of ranks that share the parameters.
     pub among_replicas: bool,
@@ -62,11 +61,17 @@ impl Publishing {
     }
 }
 
+/// The parameter of a gradient, and the value that it is of: the model's, or a clone's.
+#[derive(Debug, Clone, Copy)]
+pub struct GradientOf {
+    pub index: usize,
+    pub leaf: u64,
+}
+
 /// The gradient of a value that is to be reduced.
 #[derive(Debug)]
 pub struct Gradient {
-    pub index: usize,
-    pub leaf: u64,
+    pub of: GradientOf,
     /// The elements in the order of their owners.
     pub parts: Tensor<1>,
     /// Bytes of the largest slice, the same on all ranks.
@@ -218,7 +223,7 @@ pub struct Uses {
 }
 
 /// The uses of one value of a parameter in a pass. Burn has a gradient for each of them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LeafUses {
     pub leaf: u64,
     /// The number of uses in the graph, and of their gradients so far.
@@ -236,15 +241,7 @@ pub struct LeafUses {
 
 impl LeafUses {
     pub fn of(leaf: u64) -> Self {
-        Self {
-            leaf,
-            count: 0,
-            gradients: 0,
-            sum: None,
-            micro_batches: None,
-            had_micro_batches: false,
-            mean: None,
-        }
+        Self { leaf, ..Self::default() }
     }
 
     /// Bytes of the gradients that are not reduced yet.
@@ -363,9 +360,10 @@ impl PassState {
     pub fn is_reducing(&self, index: usize) -> bool {
         let is_sent = |flight: &Flight| match flight {
             Flight::Gathering(..) => false,
-            Flight::Reducing(reduction) => reduction.of.iter().any(|(of, _)| *of == index),
+            Flight::Reducing(reduction) => reduction.of.iter().any(|of| of.index == index),
         };
-        self.waiting().any(|gradient| gradient.index == index) || self.flights.iter().any(is_sent)
+        self.waiting().any(|gradient| gradient.of.index == index)
+            || self.flights.iter().any(is_sent)
     }
 
     /// Reports the bytes that are held now.

@@ -7,9 +7,9 @@ use burn::tensor::{DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
 
 use super::super::custom_states::OwnStates;
-use super::super::device_counters::{COUNTERS, Counters};
 use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
+use super::super::step_counts::{COUNTERS, Counters};
 use crate::checkpoint::{Contents, Planned, TrainedPaths};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
