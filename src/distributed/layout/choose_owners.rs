@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{Division, Layout};
+use super::Layout;
+use super::placements::Division;
 use crate::distributed::busy::Busy;
 use crate::distributed::config::CostSource;
 use crate::distributed::measured_costs::costs;

@@ -98,8 +98,8 @@ impl Accounts {
     }
 }
 
-/// The counters on the device, the same on all ranks: one value for every parameter, in the order of
-/// the plan.
+/// The counters on the device, the same on all ranks: one value for every parameter, in the order
+/// of the plan.
 pub struct Counters {
     /// Steps that left the parameter untouched.
     pub skipped: Tensor<1>,
