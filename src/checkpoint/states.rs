@@ -116,8 +116,8 @@ impl States {
             let state = state(name)?;
             is_under(&state).then_some((state, name.as_str()))
         });
-        let scalars = self.archive.scalars().iter();
-        let scalars = scalars.filter_map(|(name, value)| Some((state(name)?, *value)));
+        let scalars =
+            self.archive.scalars().iter().filter_map(|(name, value)| Some((state(name)?, *value)));
         (tensors.collect(), scalars.collect())
     }
 
@@ -222,8 +222,8 @@ impl States {
     /// The names in the archive of the tensors of parameters for which a condition does not hold,
     /// in alphabetical order.
     pub fn unread(&self, is_read: impl Fn(&str) -> bool) -> Vec<&str> {
-        let unread = self.tensors().filter(|(path, _)| !is_read(path));
-        let mut unread: Vec<&str> = unread.map(|(_, name)| name).collect();
+        let mut unread: Vec<&str> =
+            self.tensors().filter(|(path, _)| !is_read(path)).map(|(_, name)| name).collect();
         unread.sort_unstable();
         unread
     }

@@ -186,8 +186,8 @@ impl Rule for Whole {
         device: &Device,
     ) -> Result<DynState, String> {
         let optional = [MASTER, MANTISSA];
-        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device);
-        let slots = slots.ok_or_else(of_another)?;
+        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device)
+            .ok_or_else(of_another)?;
         // Only the digits of half precision have the shape of the parameter; without them there is
         // none to check.
         let digits = optional.iter().find_map(|name| slots.shape_of(name));

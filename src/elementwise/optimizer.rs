@@ -51,8 +51,8 @@ impl<const D: usize> RecordState for ElementwiseState<D> {
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let slots = Slots::unflatten(&[SKIPPED.name], &ELEMENTWISE_SLOTS, prefix, src, device)?;
         // Files of older versions do not have it.
-        let time = src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok());
-        let time = time.unwrap_or_default();
+        let time =
+            src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok()).unwrap_or_default();
         slots.have_rank(D).then_some(Self { slots, time, place: CountSlot::default() })
     }
 }

@@ -212,8 +212,8 @@ impl MuonConfig {
         let decays = self.rest.decays().into_iter();
         let mut decays = decays.map(|(name, decay)| precision.ensure_decays(name, decay));
         decays.try_for_each(|decay| decay).map_err(|error| error.in_field("rest"))?;
-        let iteration = self.newton_schulz.init();
-        let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
+        let iteration =
+            self.newton_schulz.init().map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {
             momentum: self.momentum.clone(),
             weight_decay: self.weight_decay.clone(),

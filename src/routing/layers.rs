@@ -214,15 +214,14 @@ impl<'a> Layers<'a> {
         // If the outputs of no layer alone are the inputs of the follower.
         let joined = move |other: usize, follower: &Layer<'_>| {
             let rest = follower.inputs.checked_sub(layer.outputs);
-            let is_rest = |(third, beside): (usize, &Layer<'_>)| {
-                third != index
-                    && third != other
-                    && beside.produces()
-                    && Some(beside.outputs) == rest
-            };
             follower.is_dense()
                 && !self.iter().any(|(_, alone)| alone.produces() && follower.may_follow(alone))
-                && self.iter().any(is_rest)
+                && self.iter().any(|(third, beside)| {
+                    third != index
+                        && third != other
+                        && beside.produces()
+                        && Some(beside.outputs) == rest
+                })
         };
         self.iter()
             .filter(move |(other, follower)| {

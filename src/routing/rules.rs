@@ -437,11 +437,11 @@ impl<'a> Rules<'a> {
         };
         let rules = rules.iter().map(compile).collect::<Result<Vec<_>>>()?;
         for (rule, regex) in &rules {
-            let is_matched = |(found, role): &&(&Found, ParameterRole)| {
-                regex.is_match(&found.path) && rule.is_for(*role)
-            };
-            let matches: Vec<&Found> =
-                parameters.iter().filter(is_matched).map(|(found, _)| *found).collect();
+            let matches: Vec<&Found> = parameters
+                .iter()
+                .filter(|(found, role)| regex.is_match(&found.path) && rule.is_for(*role))
+                .map(|(found, _)| *found)
+                .collect();
             // A rule with a typing error would otherwise train with the defaults, in silence.
             if let Some(expected) = rule.missing(&matches) {
                 return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });

@@ -13,8 +13,8 @@ pub fn reject<const D: usize>(
     FlaggedRows { flag, rows }: FlaggedRows,
     largest: f64,
 ) -> Tensor<1> {
-    let usable = tensor.clone().is_finite();
-    let usable = usable.bool_and(tensor.clone().abs().lower_equal_elem(largest));
+    let usable =
+        tensor.clone().is_finite().bool_and(tensor.clone().abs().lower_equal_elem(largest));
     let rejected =
         usable.reshape([rows, tensor.shape().num_elements() / rows]).all_dim(1).bool_not();
     let range = flag..flag + rows;

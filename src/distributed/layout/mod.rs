@@ -374,17 +374,16 @@ impl Layout {
 
     /// Fails if the parameters of a model are not the divided model's.
     pub(super) fn check_planned(&self, planned: &[Parameter]) -> Result<()> {
-        let by_path = |sharded: &'_ Sharded| -> HashMap<String, Parameter> {
-            let planned = sharded.planned.iter();
-            planned.map(|parameter| (parameter.path.clone(), parameter.clone())).collect()
-        };
-        let known = self.sharded().map(by_path);
+        let known = self.sharded().map(|Sharded { planned, .. }| {
+            let by_path = planned.iter().map(|parameter| (&*parameter.path, parameter));
+            by_path.collect::<HashMap<_, _>>()
+        });
         let rank = self.world().rank();
         let differs = |parameter: &Parameter, reason: &str, remedy| {
             Err(Error::parameter(&parameter.path, rank, reason, remedy))
         };
         for parameter in planned {
-            match known.as_ref().map(|known| known.get(&parameter.path)) {
+            match known.as_ref().map(|known| known.get(&*parameter.path).copied()) {
                 None if parameter.placement.reduces_in_backward() => {
                     return differs(
                         parameter,

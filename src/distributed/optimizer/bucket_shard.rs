@@ -435,10 +435,9 @@ impl Shard {
         let slots = rest.slots(self.bucket.dtype).into_iter();
         let of_slot = |slot: Slot| {
             let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
-            let of_run = move |run: &ShardRun| {
-                (run.parameter, slot.name, flat::slice(&values, run.range.clone()))
-            };
-            self.runs.iter().map(of_run)
+            self.runs
+                .iter()
+                .map(move |run| (run.parameter, slot.name, flat::slice(&values, run.range.clone())))
         };
         slots.flat_map(of_slot).collect()
     }

@@ -102,10 +102,10 @@ impl CallsInFlight {
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        let is_gathering = |call: &&BucketCall| {
-            matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..))
-        };
-        self.calls.iter().filter(is_gathering).count()
+        self.calls
+            .iter()
+            .filter(|call| matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..)))
+            .count()
     }
 }
 

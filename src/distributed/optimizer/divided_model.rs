@@ -103,8 +103,7 @@ impl DividedModel {
 
     /// Bytes of this rank's parameters between steps.
     pub fn bytes(&self) -> usize {
-        let of_parameter = |parameter| bytes_of_parameter(parameter, &self.passes);
-        self.parameters.iter().map(of_parameter).sum()
+        self.parameters.iter().map(|parameter| bytes_of_parameter(parameter, &self.passes)).sum()
     }
 
     /// Counts a step in which the `present` parameters took part.

@@ -40,8 +40,8 @@ impl RowSums {
         self.levels.iter().fold(rows, |values, indices| {
             let [count, width] = indices.dims();
             // Groups of different lengths are filled up with the index of this zero.
-            let values = flat::with_zero(vec![values], &self.device);
-            let values = values.select(0, indices.clone().reshape([-1]));
+            let values = flat::with_zero(vec![values], &self.device)
+                .select(0, indices.clone().reshape([-1]));
             values.reshape([count, width]).sum_dim(1).reshape([count])
         })
     }

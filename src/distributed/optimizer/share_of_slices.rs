@@ -35,8 +35,7 @@ impl Share {
     /// The share of the rank of a grid: of the matrices that its row of ranks owns.
     pub fn new(bucket: &Bucket, parameters: &[Parameter], grid: &Grid) -> Self {
         let slice = |parameter: &usize| {
-            let slices = parameters[*parameter].slices.clone();
-            let slices = slices.expect("all of a bucket are cut");
+            let slices = parameters[*parameter].slices.clone().expect("all of a bucket are cut");
             (*parameter, Slice { slices, index: grid.slice })
         };
         let slices: BTreeMap<_, _> = bucket.parameters.iter().map(slice).collect();

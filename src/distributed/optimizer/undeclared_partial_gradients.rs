@@ -40,8 +40,8 @@ impl ComparedGradients {
             return Ok(());
         }
         self.steps += 1;
-        let axes = divided.layout.mesh().axes().iter();
-        let mut axes = axes.filter(|axis| axis.is_model() && axis.size() > 1);
+        let mut axes =
+            divided.layout.mesh().axes().iter().filter(|axis| axis.is_model() && axis.size() > 1);
         axes.try_for_each(|axis| self.compare_along(axis, gradients, divided))
     }
 

@@ -74,8 +74,8 @@ impl Behaviour for RadialBrake {
             change.clone().greater_equal_elem(LEAST_NORM),
             change.clone().lower_equal_elem(-LEAST_NORM),
         );
-        let kept = change.zeros_like().mask_fill(grows, self.outward);
-        let kept = kept.mask_fill(shrinks, self.inward);
+        let kept =
+            change.zeros_like().mask_fill(grows, self.outward).mask_fill(shrinks, self.inward);
         // A matrix whose new norm is zero stays zero.
         let factor = (old + kept * change) / new.clone().clamp_min(LEAST_NORM);
         x * factor.mask_fill(new.equal_elem(0.0), 0.0)

@@ -282,8 +282,8 @@ impl<'a> PlannedRank<'a> {
     fn states(&self, bucket: &Bucket, rank: usize) -> [usize; 2] {
         let updates = self.routing.updates();
         let of = |slots: Vec<Slot>, batch: [usize; 3]| {
-            let is_master = |slot: &Slot| [MASTER, MANTISSA].contains(&slot.name);
-            let (masters, states): (Vec<Slot>, Vec<Slot>) = slots.into_iter().partition(is_master);
+            let (masters, states): (Vec<Slot>, Vec<Slot>) =
+                slots.into_iter().partition(|slot| [MASTER, MANTISSA].contains(&slot.name));
             [states, masters].map(|slots| -> usize {
                 slots.iter().map(|slot| slot.bytes(batch, bucket.dtype)).sum()
             })

@@ -130,11 +130,10 @@ fn to_assemble(bucket: &Bucket) -> usize {
 fn assembled(plan: &Plan, bucket: &Bucket) -> usize {
     let of_run = |rank: usize, run: &Run| {
         let slices = plan.parameters()[run.parameter].slices.as_ref();
-        let of_others = |slices: &Slices| {
+        slices.map_or(0, |slices| {
             let held = slices.range(rank % slices.count(), &run.elements);
             run.elements.len() - held.len()
-        };
-        slices.map_or(0, of_others)
+        })
     };
     (0..plan.world_size())
         .flat_map(|rank| bucket.runs(rank).into_iter().map(move |run| of_run(rank, &run)))

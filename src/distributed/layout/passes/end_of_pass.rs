@@ -121,16 +121,15 @@ impl Passes {
         if self.parameters.is_empty() {
             return Ok(());
         }
-        let described = |event: Option<Event>| match event {
-            Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
-            Some(Event::Reduce(index)) => {
-                format!("had a gradient of `{}`", self.parameters[index].path)
-            }
-            None => "ended its pass".to_owned(),
-        };
         let rank = self.groups.world.rank();
         let difference = |first: &Events, local: &Events| {
-            let [first, local] = first.difference(local)?.map(described);
+            let [first, local] = first.difference(local)?.map(|event| match event {
+                Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
+                Some(Event::Reduce(index)) => {
+                    format!("had a gradient of `{}`", self.parameters[index].path)
+                }
+                None => "ended its pass".to_owned(),
+            });
             Some(format!("rank {rank} {local} where another rank {first}"))
         };
         let groups = self.groups.by_axes.values();

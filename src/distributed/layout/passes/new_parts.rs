@@ -67,8 +67,7 @@ impl Passes {
             Publishing::Here(parts) => return Ok(parts),
             Publishing::Sent { of, message, pending } => (of, message, pending),
         };
-        let buffer = pending.wait();
-        let buffer = buffer.map_err(|error| self.in_action(PUBLISHING, &of, error))?;
+        let buffer = pending.wait().map_err(|error| self.in_action(PUBLISHING, &of, error))?;
         let device = buffer.device();
         let part = |(position, index): (usize, usize)| {
             (index, self.part_or_element(index, &device, || message.unpack(&buffer, position)))
@@ -97,9 +96,9 @@ impl Passes {
             self.land_publication(state, parameter)?;
             Ok(state.uses[parameter.index].published.clone())
         });
-        let nan =
-            || Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype));
-        part.flatten().unwrap_or_else(nan)
+        part.flatten().unwrap_or_else(|| {
+            Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype))
+        })
     }
 
     /// Waits for the part of a parameter, if it is on its way, and for those before it.

@@ -272,8 +272,7 @@ impl Uses {
 
     /// The uses of a value.
     pub fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
-        let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
-        let position = position.unwrap_or_else(|| {
+        let position = self.leaves.iter().position(|uses| uses.leaf == leaf).unwrap_or_else(|| {
             self.leaves.push(LeafUses::of(leaf));
             self.leaves.len() - 1
         });
@@ -358,12 +357,11 @@ impl PassState {
 
     /// Returns `true` if a gradient of a parameter waits for others, or is on its way.
     pub fn is_reducing(&self, index: usize) -> bool {
-        let is_sent = |flight: &Flight| match flight {
-            Flight::Gathering(..) => false,
-            Flight::Reducing(reduction) => reduction.of.iter().any(|of| of.index == index),
-        };
         self.waiting().any(|gradient| gradient.of.index == index)
-            || self.flights.iter().any(is_sent)
+            || self.flights.iter().any(|flight| match flight {
+                Flight::Gathering(..) => false,
+                Flight::Reducing(reduction) => reduction.of.iter().any(|of| of.index == index),
+            })
     }
 
     /// Reports the bytes that are held now.

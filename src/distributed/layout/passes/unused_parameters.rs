@@ -124,11 +124,10 @@ impl Passes {
         let united = self.groups.world.comm().or_bytes(bits);
         let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
         let of_ranks = |index: usize| {
-            let is_set = |kind: usize| {
+            let [used, unused, earlier, not_earlier, count] = [0, 1, 2, 3, 4].map(|kind| {
                 let bit = kind * count + index;
                 united[bit / 8] >> (bit % 8) & 1 == 1
-            };
-            let [used, unused, earlier, not_earlier, count] = [0, 1, 2, 3, 4].map(is_set);
+            });
             // A gradient may be half precision where others have a sum with earlier ones in
             // float32: all ranks then send it in float32, at the end.
             let are_mixed = earlier && not_earlier;

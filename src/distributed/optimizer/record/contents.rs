@@ -189,8 +189,8 @@ impl DividedModel {
     pub fn recorded_counters(&self, counters: &Counters) -> Vec<Counter> {
         let counters = COUNTERS.iter().zip(counters.values()).flat_map(|(slot, tensor)| {
             let values: Vec<f32> = tensor.to_data().iter::<f32>().collect();
-            let values = values.into_iter().enumerate();
-            let values = values.filter(|(index, _)| self.has_counter(*index, slot));
+            let values =
+                values.into_iter().enumerate().filter(|(index, _)| self.has_counter(*index, slot));
             values.map(|(parameter, value)| Counter { parameter, name: slot.name, value })
         });
         counters.collect()

@@ -65,9 +65,9 @@ impl DistModuleOptimizer {
             self.fill(states, &unused)
         };
         self.divided.world.agree(read)?;
-        let problems = problems.into_iter();
-        let problems =
-            problems.map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
+        let problems = problems
+            .into_iter()
+            .map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
         Ok(problems.chain(orphans).chain(missing).collect())
     }
 
