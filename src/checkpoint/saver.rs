@@ -266,8 +266,9 @@ impl Saver {
             return finish();
         }
         let thread = thread::Builder::new().name("save".to_owned()).spawn(finish);
-        let no_thread = |error| failed(&target.path, &format!("cannot start a thread: {error}"));
-        let thread = thread.map_err(no_thread).inspect_err(|error| target.give_up(error))?;
+        let thread = thread
+            .map_err(|error| failed(&target.path, &format!("cannot start a thread: {error}")))
+            .inspect_err(|error| target.give_up(error))?;
         self.running = Some(Running { thread, patience });
         Ok(())
     }

@@ -78,15 +78,16 @@ impl<C: Clone + PartialEq + Display, P: Clone> ThreadRounds<C, P> {
             next_group: AtomicU64::new(1),
         });
         let members: Arc<[usize]> = (0..size).collect();
-        let participant = |rank| Participant {
-            shared: shared.clone(),
-            group: 0,
-            members: members.clone(),
-            rank,
-            next_round: AtomicU64::new(0),
-            groups: Arc::new(()),
-        };
-        (0..size).map(participant).collect()
+        (0..size)
+            .map(|rank| Participant {
+                shared: shared.clone(),
+                group: 0,
+                members: members.clone(),
+                rank,
+                next_round: AtomicU64::new(0),
+                groups: Arc::new(()),
+            })
+            .collect()
     }
 
     fn lock(&self) -> Guard<'_, C, P> {

@@ -105,9 +105,10 @@ impl Exchange {
                 DType::QFloat(_) => Some("expected floats, got a quantized parameter".to_owned()),
                 _ => shape_problem(source, &name, &entry.planned.shape, transposes),
             };
-            let difference =
-                |problem: String| Difference::new(entry.path(), DifferenceKind::Weights, problem);
-            differences.extend(problem.map(difference));
+            differences
+                .extend(problem.map(|problem| {
+                    Difference::new(entry.path(), DifferenceKind::Weights, problem)
+                }));
             weights.push(Taken { source: Some(name), transposes, planned: entry.planned });
         }
         let unused = unused.into_iter().map(|name| {

@@ -42,13 +42,14 @@ impl Composition {
     /// The polynomials of `steps` steps.
     pub fn polynomials(self, steps: usize) -> Vec<Polynomial> {
         let mut interval = self.start();
-        let polynomial = |step| {
-            let exact = self.closest(interval);
-            let polynomial = if step < steps { scaled(exact, self.safety) } else { exact };
-            interval = interval.after(polynomial);
-            polynomial
-        };
-        (1..=steps).map(polynomial).collect()
+        (1..=steps)
+            .map(|step| {
+                let exact = self.closest(interval);
+                let polynomial = if step < steps { scaled(exact, self.safety) } else { exact };
+                interval = interval.after(polynomial);
+                polynomial
+            })
+            .collect()
     }
 
     /// The least number of steps, at most [`MOST_STEPS`], after which no singular value is further

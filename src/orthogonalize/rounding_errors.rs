@@ -157,8 +157,9 @@ impl<'a> Run<'a> {
     fn new(schedule: &'a [Polynomial], arithmetic: Arithmetic, spectrum: &'a Spectrum) -> Self {
         let mut values = vec![spectrum.values.clone()];
         for polynomial in schedule {
-            let odd = |x: &f64| x * even(polynomial, x * x);
-            values.push(values[values.len() - 1].iter().map(odd).collect());
+            values.push(
+                values[values.len() - 1].iter().map(|x| x * even(polynomial, x * x)).collect(),
+            );
         }
         let groups = spectrum.values.len();
         let pairs: Vec<_> = (0..groups).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();

@@ -392,6 +392,7 @@ fn latent(
             "correct the heads and the widths of their parts, or set the `layout` of the rule",
         ));
     }
-    let head = |head| parts.into_iter().flat_map(move |(width, of)| repeat_n(of(head), width));
-    Ok((0..heads).flat_map(head).collect())
+    Ok((0..heads)
+        .flat_map(|head| parts.into_iter().flat_map(move |(width, of)| repeat_n(of(head), width)))
+        .collect())
 }

@@ -140,8 +140,9 @@ impl Layout {
         let mut of_slices: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
         for matrix in 0..count {
             let all = matrix * elements..(matrix + 1) * elements;
-            let holds = |slice: &usize| !slices.range(*slice, &all).is_empty();
-            let holders = (0..slices.count()).filter(holds).collect();
+            let holders = (0..slices.count())
+                .filter(|slice| !slices.range(*slice, &all).is_empty())
+                .collect();
             of_slices.entry(holders).or_default().push(matrix);
         }
         let cells = |holders: Vec<usize>| -> Vec<usize> {

@@ -64,13 +64,14 @@ impl Layout {
             let held = of_slices
                 .entry(slice)
                 .or_insert_with(|| bucket.of_slice(blocks, &stored.positions, slice));
-            let in_use = |Overlap { parameter: block, elements, padding }| {
-                let slices = blocks[block].slices.as_ref();
-                let first = slices.map_or(0, |slices| slices.before_in_use(slice));
-                let elements = first + elements.start..first + elements.end;
-                Overlap { parameter: block, elements, padding }
-            };
-            held.overlaps(held.shard_range(replica)).map(in_use).collect()
+            held.overlaps(held.shard_range(replica))
+                .map(|Overlap { parameter: block, elements, padding }| {
+                    let slices = blocks[block].slices.as_ref();
+                    let first = slices.map_or(0, |slices| slices.before_in_use(slice));
+                    let elements = first + elements.start..first + elements.end;
+                    Overlap { parameter: block, elements, padding }
+                })
+                .collect()
         };
         let in_use = grid.ranks.iter().map(shard).collect();
         let runs = of_slices[&stored.slice].runs(stored.replica);
@@ -84,13 +85,14 @@ impl Layout {
         let part = |rank: usize| axis.map_or(0, |axis| self.mesh.position(axis, rank).0);
         let ranks = grid.ranks.iter().map(|row| row[grid.slice]).enumerate();
         let mut shards = BTreeMap::new();
-        let position = |(replica, rank): (usize, usize)| {
-            let part = part(rank);
-            // Ranks with replicas of a part update one shard of it each, in the order of ranks.
-            let shard = shards.entry(part).or_insert(0);
-            *shard += 1;
-            Position { replica, part, shard: *shard - 1 }
-        };
-        ranks.map(position).collect()
+        ranks
+            .map(|(replica, rank)| {
+                let part = part(rank);
+                // Ranks with replicas of a part update one shard of it each, in the order of ranks.
+                let shard = shards.entry(part).or_insert(0);
+                *shard += 1;
+                Position { replica, part, shard: *shard - 1 }
+            })
+            .collect()
     }
 }

@@ -25,7 +25,7 @@ use crate::flat;
 use crate::routing::Updates;
 use crate::update::{
     Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Ledger, Matrices, MuonBatch,
-    MuonParameter, MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors,
+    MuonParameter, MuonUpdate, Observations, Origin, Slots, StepSize, UpdateTensors,
     WholeParameter, WholeUpdate,
 };
 
@@ -433,13 +433,14 @@ impl Shard {
             return vec![];
         }
         let slots = rest.slots(self.bucket.dtype).into_iter();
-        let of_slot = |slot: Slot| {
-            let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
-            self.runs
-                .iter()
-                .map(move |run| (run.parameter, slot.name, flat::slice(&values, run.range.clone())))
-        };
-        slots.flat_map(of_slot).collect()
+        slots
+            .flat_map(|slot| {
+                let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
+                self.runs.iter().map(move |run| {
+                    (run.parameter, slot.name, flat::slice(&values, run.range.clone()))
+                })
+            })
+            .collect()
     }
 
     /// Returns `true` if the host has to know which of this rank's parameters stay as they are.

@@ -108,9 +108,10 @@ impl FlatTensors {
             self.bytes -= bytes(&values);
             return values;
         }
-        let overlaps =
-            |stored: &&Elements| stored.start < elements.end && elements.start < stored.end();
-        let mut stored: Vec<&Elements> = all.iter().filter(overlaps).collect();
+        let mut stored: Vec<&Elements> = all
+            .iter()
+            .filter(|stored| stored.start < elements.end && elements.start < stored.end())
+            .collect();
         if stored.is_empty() {
             return flat::zeros(elements.len(), dtype, device);
         }

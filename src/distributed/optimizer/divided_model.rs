@@ -119,11 +119,12 @@ impl DividedModel {
     ///
     /// [`Error::Usage`](crate::Error::Usage) for a rate that no step can use.
     pub fn learning_rates(&self, lr: &ModuleLearningRate) -> Result<Vec<f64>> {
-        let rate = |index: usize| {
-            let ModelParameter { id, path, .. } = self.of_model(index);
-            lr.lr_from_param(*id, Some(path))
-        };
-        let lrs: Vec<f64> = (0..self.trainable.len()).map(rate).collect();
+        let lrs: Vec<f64> = (0..self.trainable.len())
+            .map(|index| {
+                let ModelParameter { id, path, .. } = self.of_model(index);
+                lr.lr_from_param(*id, Some(path))
+            })
+            .collect();
         // Here and not in the update: no rank has sent anything yet.
         lrs.iter().try_for_each(|lr| ensure_rate(*lr))?;
         Ok(lrs)

@@ -52,13 +52,14 @@ impl ComparedGradients {
         divided: &DividedModel,
     ) -> Result<()> {
         let group = divided.layout.mesh().group(axis.name()).expect("an axis of the mesh");
-        let is_compared = |index: &usize| {
-            let parameter = divided.of_model(*index);
-            !parameter.placement.reduces_in_backward()
-                && !divided.cuts.differs_along(&parameter.path, axis.name())
-                && !self.compared.contains(&(axis.name().to_owned(), *index))
-        };
-        let compared: Vec<usize> = (0..divided.trainable.len()).filter(is_compared).collect();
+        let compared: Vec<usize> = (0..divided.trainable.len())
+            .filter(|index| {
+                let parameter = divided.of_model(*index);
+                !parameter.placement.reduces_in_backward()
+                    && !divided.cuts.differs_along(&parameter.path, axis.name())
+                    && !self.compared.contains(&(axis.name().to_owned(), *index))
+            })
+            .collect();
         if compared.is_empty() {
             return Ok(());
         }

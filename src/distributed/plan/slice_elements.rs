@@ -132,8 +132,9 @@ impl Slices {
 
     /// Returns the number of elements that come before a slice in what is gathered for a use.
     pub fn before_in_use(&self, slice: usize) -> usize {
-        let elements = |slice| self.shape(slice).iter().product::<usize>();
-        (slice - slice % self.gathered..slice).map(elements).sum()
+        (slice - slice % self.gathered..slice)
+            .map(|slice| self.shape(slice).iter().product::<usize>())
+            .sum()
     }
 
     /// Returns the ranges of the whole that a slice has along a dimension, in ascending order.

@@ -16,7 +16,7 @@ use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
 use crate::distributed::optimizer::{bytes_of_parameter, costs, ensure_exchangeable, plan};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::distributed::trainable::{self, ModelParameter, Trainable, UpdateKind};
+use crate::distributed::trainable::{self, Trainable, UpdateKind};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Found};
 use crate::routing::Routing;
@@ -264,10 +264,11 @@ impl<'a> PlannedRank<'a> {
     fn gradients(&self) -> usize {
         let in_step =
             self.trainable.model.iter().filter(|known| !known.placement.reduces_in_backward());
-        let bytes = |known: &ModelParameter| {
-            known.shape.iter().product::<usize>() * self.gradient_dtype(known.dtype).size()
-        };
-        in_step.map(bytes).sum()
+        in_step
+            .map(|known| {
+                known.shape.iter().product::<usize>() * self.gradient_dtype(known.dtype).size()
+            })
+            .sum()
     }
 
     /// The type in which a step is given the gradients of parameters of a type.

@@ -52,8 +52,9 @@ impl<'a> Step<'a> {
     /// The seconds of computation of the busiest rank.
     pub fn compute(&self) -> f64 {
         let buckets = self.plan.buckets().len();
-        let busy = |rank| (0..buckets).map(|bucket| self.update(bucket, rank)).sum();
-        (0..self.plan.world_size()).map(busy).fold(0.0, f64::max)
+        (0..self.plan.world_size())
+            .map(|rank| (0..buckets).map(|bucket| self.update(bucket, rank)).sum())
+            .fold(0.0, f64::max)
     }
 
     /// The times at which the gradients of buckets are reduced and assembled. Replicated parameters

@@ -262,14 +262,15 @@ fn fill_shards(
 /// the parameter has another.
 fn rules_by_path(divided: &DividedModel) -> HashMap<&str, ElementwiseRule> {
     let updates = divided.routing.updates();
-    let rule = |index: usize| {
-        let settings = match divided.trainable[index].kind {
-            UpdateKind::Elementwise { settings, .. } => settings,
-            UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => 0,
-        };
-        (&*divided.of_model(index).path, updates.rest[settings].rule)
-    };
-    (0..divided.trainable.len()).map(rule).collect()
+    (0..divided.trainable.len())
+        .map(|index| {
+            let settings = match divided.trainable[index].kind {
+                UpdateKind::Elementwise { settings, .. } => settings,
+                UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => 0,
+            };
+            (&*divided.of_model(index).path, updates.rest[settings].rule)
+        })
+        .collect()
 }
 
 /// The saved counters of all parameters: 0 for `unused` ones.
