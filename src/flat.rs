@@ -118,7 +118,7 @@ pub fn expand<const D: usize, K: Basic>(tensor: Tensor<D, K>, shape: [usize; D])
 /// A flat tensor of zeros.
 ///
 /// There may be none: Burn 0.22.1 fuses an operation that writes no element with others, such as
-/// those of a tensor `[1]`, and launches no kernel for all of them.
+/// operations of a tensor `[1]`, and launches no kernel for all of them.
 pub fn zeros(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
     match elements {
         0 => empty(dtype, device),

@@ -39,7 +39,7 @@ struct Index {
 #[derive(Serialize, Deserialize)]
 struct IndexedPart {
     file: String,
-    /// Tells this part from those of other saves.
+    /// Tells this part from the parts of other saves.
     seal: Seal,
 }
 

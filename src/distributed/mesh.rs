@@ -48,7 +48,7 @@ impl Axis {
 /// One rank's view of a world whose ranks lie on named axes, the last one with the fastest links.
 ///
 /// The ranks are numbered row by row: on `[Axis::data("node", 2), Axis::data("gpu", 4)]`, ranks 0
-/// to 3 are node 0. The order of the axes is the order of their links: those of
+/// to 3 are node 0. The order of the axes is the order of their links: axes of
 /// [`Axis::model`](Axis::model) come last. Clones are the same rank of the same mesh.
 ///
 /// ```

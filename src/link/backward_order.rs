@@ -52,7 +52,7 @@ impl GraphOrder {
     }
 
     /// Returns to the first depth, for a new graph. Keeps at most twice the depths of the last
-    /// graph: those of many forward passes without a backward pass take half a gigabyte.
+    /// graph, since many forward passes without a backward pass would keep half a gigabyte of them.
     pub fn reset(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let used = std::mem::take(&mut state.used);

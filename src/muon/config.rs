@@ -125,8 +125,9 @@ impl MuonConfig {
         self
     }
 
-    /// Adds an expectation, as that Muon updates 60 % of what is trained: the optimizer is not made
-    /// for a model for which it does not hold, and a step for which it does not hold is an error.
+    /// Adds an expectation, such as that Muon updates 60 % of what is trained. Where it does not
+    /// hold for a model, the optimizer is not made, and a step for which it does not hold is an
+    /// error.
     pub fn expect(mut self, expectation: Expectation) -> Self {
         self.expectations.push(expectation);
         self

@@ -59,7 +59,7 @@ pub struct MuonState<const D: usize> {
 struct Updated {
     /// Flat.
     values: Tensor<1>,
-    /// The flag of the parameter, and those of its matrices.
+    /// The flags of the parameter and of its matrices.
     flags: Tensor<1>,
     /// The number of matrices that were orthogonalised.
     iterations: usize,

@@ -228,8 +228,8 @@ impl MuonRoutingRule {
     /// queries, keys and values, or of gates and inputs. The sizes add up to the outputs of the
     /// matrix.
     ///
-    /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
-    /// learning-rate scale is that of its own shape. The update is as for separate parameters.
+    /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its shape
+    /// decides its learning-rate scale. The update is as for separate parameters.
     ///
     /// ```
     /// use distmuon::{MuonConfig, RoutingRule};

@@ -93,8 +93,8 @@ pub(crate) struct Clocks {
 
 impl Clocks {
     /// The sections of a batch, of which each parameter has taken a number of steps and consists of
-    /// a number of matrices. All positions from `settled` on are the same. `state` is that of
-    /// stacks, and `None` for other matrices.
+    /// a number of matrices. All positions from `settled` on are the same. Stacks have a `state`,
+    /// and other matrices `None`.
     pub(super) fn sections(
         &mut self,
         parameters: impl Iterator<Item = (usize, usize)> + Clone,

@@ -299,7 +299,7 @@ impl Engine for Nccl {
     }
 
     /// Uneven parts are sent as grouped broadcasts, one for every rank with a non-empty part, since
-    /// NCCL's all_gather takes equal parts: padded to the largest one, the parts of few owners
+    /// NCCL's all_gather takes equal parts. Padded to the largest one, the parts of few owners
     /// would move up to `N` times the bytes. Broadcasts follow NCCL's rings, over which no rank
     /// sends more than the whole and every byte crosses the boundary of a host once. Sent to every
     /// rank directly, the largest part would leave its owner `N - 1` times.

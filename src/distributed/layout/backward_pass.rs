@@ -80,9 +80,9 @@ impl Layout {
         Ok(gradients)
     }
 
-    /// Runs the backward pass of a micro-batch, whose gradients are added to those of the next call
-    /// of [`backward`](Self::backward). Nothing is reduced until then, and every rank holds its
-    /// whole gradients. All ranks make this call.
+    /// Runs the backward pass of a micro-batch, to whose gradients the next call of
+    /// [`backward`](Self::backward) adds its own. Nothing is reduced until then, and every rank
+    /// holds its whole gradients. All ranks make this call.
     ///
     /// The sums are float32 for parameters in half precision, which
     /// [`GradDtype::Float32`](crate::distributed::GradDtype::Float32) has a step accept.
@@ -148,8 +148,8 @@ impl Layout {
     /// has followed. All ranks make this call.
     ///
     /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
-    /// the next backward pass waits for its gradients, and reduces those of its parameters at its
-    /// end only. Until then, a rank keeps what the pass has left: up to
+    /// the next backward pass waits for its gradients, and reduces the gradients of the same
+    /// parameters at its end only. Until then, a rank keeps what the pass has left: up to
     /// [`with_ahead_mb`](Self::with_ahead_mb) of gathered parameters, and the whole gradients of
     /// micro-batches. `model.valid()` needs no call.
     ///

@@ -164,10 +164,10 @@ impl Layout {
     }
 
     /// [`owned`](Self::owned), with matrices in equal rows along the axis instead of whole at their
-    /// owners: a rank holds `1 / N` of every parameter, also where a few matrices are most of a
-    /// model, or where there are fewer matrices than ranks. FSDP2's `Shard(0)` divides in this way.
+    /// owners. A rank holds `1 / N` of every parameter, even if a few matrices are most of a model,
+    /// or if there are fewer matrices than ranks. FSDP2's `Shard(0)` divides in this way.
     ///
-    /// The rows of a stack are those of all its matrices, one after the other. Numbers of rows
+    /// The rows of a stack are the rows of all its matrices, one after the other. Numbers of rows
     /// differ by at most one, and a rank may have none. A step sends what
     /// [`Place::shard`](Place::shard) sends: the owner of a matrix gets the rows of its gradient,
     /// holds its momentum, and returns the rows of its update. Parameters that AdamW updates are
@@ -237,9 +237,9 @@ impl Layout {
     }
 
     /// Sets the MB (10^6 bytes) of parameters that are gathered ahead of their use, in the order of
-    /// the pass before, in messages of up to half of it: by default the bytes of two layers, but at
-    /// most a quarter of the divided parameters. With 0, every use waits for its own parameter. The
-    /// results are the same.
+    /// the pass before. A message has up to half of it. By default, it is the bytes of two layers,
+    /// but at most a quarter of the divided parameters. With 0, every use waits for its own
+    /// parameter. The results are the same.
     ///
     /// A layer is an item of the model's outermost list, as `blocks.3`; without lists, it is the
     /// largest parameter. A parameter with more than half of the bytes is sent alone.
@@ -249,7 +249,7 @@ impl Layout {
     }
 
     /// Sets the MB (10^6 bytes) of gradients that are collected and reduced at once while the
-    /// backward pass goes on, in messages of up to half of it: by default as for
+    /// backward pass goes on. A message has up to half of it. The default is as for
     /// [`with_ahead_mb`](Self::with_ahead_mb). With 0, every gradient is sent alone. The results
     /// are the same.
     pub fn with_in_flight_mb(mut self, megabytes: f64) -> Self {
@@ -268,7 +268,7 @@ impl Layout {
     }
 
     /// Lets ranks leave parameters out of a pass that others use, such as the head of a task or the
-    /// encoder of a modality. The gradient of such a rank counts as zero: the mean is that of all
+    /// encoder of a modality. The gradient of such a rank counts as zero, and the mean is over all
     /// ranks.
     ///
     /// Every backward pass then begins with a message of five bits per parameter, in which the

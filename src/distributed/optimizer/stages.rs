@@ -12,8 +12,8 @@ pub struct Stage {
 }
 
 /// Returns the stages of a plan: one for each bucket whose parameters have one owner each on any
-/// number of ranks, and one for all others, in which the ranks also count the skipped steps of all
-/// parameters.
+/// number of ranks, and one for all others. In the last one, the ranks also count the skipped steps
+/// of all parameters.
 ///
 /// With `waits_for_all`, every update depends on the gradients of all parameters, and all buckets
 /// are one stage.

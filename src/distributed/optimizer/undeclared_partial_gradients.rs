@@ -32,8 +32,8 @@ pub struct ComparedGradients {
 }
 
 impl ComparedGradients {
-    /// Compares gradients on the ranks of every model axis: those of parameters that are neither
-    /// cut nor partial along the axis, and that the step reduces. Each is compared in the first
+    /// Compares gradients on the ranks of every model axis, as far as the step reduces them and
+    /// their parameters are neither cut nor partial along the axis. Each is compared in the first
     /// step in which it is neither zero nor infinite.
     pub fn compare(&mut self, gradients: &FlatTensors, divided: &DividedModel) -> Result<()> {
         if self.steps == STEPS {

@@ -124,9 +124,9 @@ impl DistMuonConfig {
     /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
     /// The tensors of the model, its gradients and the optimizer count, as in
-    /// [`MemoryReport`](crate::distributed::MemoryReport), and the messages of an engine that sends
-    /// and receives in memory of its own, as MPI and NCCL do; among threads, a message that is
-    /// received takes none. Activations and the intermediate results of an update
+    /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
+    /// which sends and receives in memory of its own, as MPI and NCCL do. Among threads, a message
+    /// that is received takes none. Activations and the intermediate results of an update
     /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)) do not count. Gradients are
     /// taken to be float32 with [`GradDtype::Float32`], and otherwise of their parameter's type.
     /// Parameters that are not initialised have the default type of their device.

@@ -1,4 +1,4 @@
-//! The end of a pass: its last calls, and the comparison with those of other ranks.
+//! The end of a pass: its last calls, and the comparison with the calls of other ranks.
 
 use std::sync::PoisonError;
 

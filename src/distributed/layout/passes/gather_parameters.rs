@@ -47,8 +47,8 @@ impl Passes {
         })
     }
 
-    /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
-    /// of the pass before: those of a model with new values are not known yet.
+    /// The whole for a pass without a gradient. The next ones are only gathered if the pass before
+    /// has used the same part: the parts of a model with new values are not known yet.
     pub(super) fn gather_evaluated(
         &self,
         parameter: &PassParameter,

@@ -215,8 +215,8 @@ pub struct Uses {
     pub in_pass: Vec<OwnedPart>,
     /// The wholes of these parts for a backward pass, if others do not use them.
     pub kept: Vec<(Values, Tensor<1>)>,
-    /// The uses of each of its values, in the order of their first uses: of the model's, and of
-    /// those of clones with other values.
+    /// The uses of each of its values, in the order of their first uses: of the model's values, and
+    /// of clones with other values.
     pub leaves: Vec<LeafUses>,
     /// The identity under which its last gradient was returned.
     pub returned: Option<ParamId>,
