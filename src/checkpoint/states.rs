@@ -157,11 +157,12 @@ impl States {
     /// of none of them.
     pub fn of_model<'a>(&'a self, ids: &'a HashMap<String, u64>) -> OfModel<'a> {
         let all = self.archive.state_ids().filter(|(id, _)| has_state(&self.archive, id));
-        let orphaned = all.filter(|(id, path)| {
-            !ids.contains_key(*path) || self.ids.get(*path).is_none_or(|chosen| chosen != id)
-        });
-        let mut orphaned: Vec<String> =
-            orphaned.map(|(id, path)| format!("`{path}` (identity {id})")).collect();
+        let mut orphaned: Vec<String> = all
+            .filter(|(id, path)| {
+                !ids.contains_key(*path) || self.ids.get(*path).is_none_or(|chosen| chosen != id)
+            })
+            .map(|(id, path)| format!("`{path}` (identity {id})"))
+            .collect();
         if !orphaned.is_empty() {
             orphaned.sort();
             log::warn!(

@@ -61,8 +61,9 @@ pub fn costs(
             let measured = distinct
                 .into_iter()
                 .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
-            let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
-            let local = local
+            let local = measured
+                .collect::<Result<Vec<_>>>()
+                .map(Costs::new)
                 .and_then(|costs| Ok(costs.with_whole(measure_all(trainable, updates, &device)?)));
             // The slowest rank decides when a step ends.
             let slowest = |all: Vec<Costs>| {

@@ -389,9 +389,11 @@ impl Routing {
         let decisions: Vec<_> = built_in.into_iter().map(decide).collect();
         // Before the routes, whose error would name the first of these parameters alone.
         shapes_without_view::ensure_views(parameters.iter().zip(&decisions))?;
-        let routes = parameters.iter().zip(decisions);
-        let routes = routes.map(|(found, decision)| updates.route(found, &decision));
-        let routes = routes.collect::<Result<_>>()?;
+        let routes = parameters
+            .iter()
+            .zip(decisions)
+            .map(|(found, decision)| updates.route(found, &decision))
+            .collect::<Result<_>>()?;
         Ok(Self { routes, updates, expected: Expected::default() })
     }
 

@@ -263,9 +263,10 @@ impl Shard {
     pub fn norms(&self, gradients: &[Tensor<1>]) -> Vec<ScaledNorms> {
         let norms = self.batches.iter().map(|batch| {
             let Batch { runs, elements, row, .. } = batch;
-            let firsts = self.runs[runs.clone()].iter();
-            let firsts: Vec<_> =
-                firsts.map(|run| (run.range.start - elements.start) / row).collect();
+            let firsts: Vec<_> = self.runs[runs.clone()]
+                .iter()
+                .map(|run| (run.range.start - elements.start) / row)
+                .collect();
             let rows = elements.len() / row;
             let gradients = &gradients[runs.clone()];
             ScaledNorms::of_tensors(self.policy(), gradients, &firsts, *row, rows, &self.device)

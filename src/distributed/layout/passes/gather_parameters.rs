@@ -147,8 +147,9 @@ impl Passes {
         let sent = parts.iter().map(|part| self.parameters[part.index].sent(&part.tensor));
         let sent = flat::concat(sent.collect(), first.dtype, &parts[0].tensor.device());
         let sharing = self.groups.of(first).sharing.comm();
-        let pending = sharing.all_gather(sent, &message.totals());
-        let pending = pending.map_err(|error| self.in_action(GATHERING, &indices, error))?;
+        let pending = sharing
+            .all_gather(sent, &message.totals())
+            .map_err(|error| self.in_action(GATHERING, &indices, error))?;
         for PartToGather { index, values: part, .. } in parts {
             state.events.push(Event::Gather(index));
             state.bytes.ahead += self.parameters[index].bytes();

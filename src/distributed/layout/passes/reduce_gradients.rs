@@ -132,8 +132,9 @@ impl Passes {
             return self.sum_among_replicas(state, of, sums.collect());
         }
         let message = self.message(&indices, PassParameter::part_counts);
-        let pending = sharing.reduce_scatter_f32(message.pack(parts), &message.totals());
-        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        let pending = sharing
+            .reduce_scatter_f32(message.pack(parts), &message.totals())
+            .map_err(|error| self.in_action(REDUCING, &indices, error))?;
         // After the call was accepted: a failed start is not a call that other ranks have to match.
         indices.into_iter().for_each(|index| state.events.push(Event::Reduce(index)));
         state.fly(Reduction { of, message, among_replicas: false, pending });
@@ -155,8 +156,9 @@ impl Passes {
             return Ok(());
         }
         let message = self.message(&indices, PassParameter::shard_counts);
-        let pending = replicas.reduce_scatter_f32(message.pack(sums), &message.totals());
-        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        let pending = replicas
+            .reduce_scatter_f32(message.pack(sums), &message.totals())
+            .map_err(|error| self.in_action(REDUCING, &indices, error))?;
         // At the end of the queue, as on all ranks: the second stage is a call like any other.
         state.fly(Reduction { of, message, among_replicas: true, pending });
         Ok(())
