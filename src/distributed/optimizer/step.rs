@@ -252,7 +252,7 @@ fn agree_on_rejected(
 }
 
 /// The bias corrections after a step in which the `rejected` parameters stay as they are. Each
-/// update element by element has corrected its own parameters, and not the `others`.
+/// update element by element corrects its own parameters, and leaves the `others` as they are.
 fn correct(
     divided: &DividedModel,
     corrections: [Tensor<1>; 2],
