@@ -98,10 +98,11 @@ impl Account {
             // A route has matrices, or none that could be cut.
             let blocks = route.matrix_blocks().expect("a route has matrices");
             let names = blocks.names(&route.path).into_iter().zip(matrices(route, &blocks));
-            let account = |(path, (matrices, elements))| {
-                ParameterAccount::new(path, (matrices, elements), route.role, by_rank)
-            };
-            names.map(account).collect::<Vec<_>>()
+            names
+                .map(|(path, (matrices, elements))| {
+                    ParameterAccount::new(path, (matrices, elements), route.role, by_rank)
+                })
+                .collect::<Vec<_>>()
         };
         Self { parameters: routing.routes().iter().flat_map(of_route).collect() }
     }

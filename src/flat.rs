@@ -62,10 +62,9 @@ fn distance(ranges: &[Range<usize>], elements: usize) -> Option<usize> {
     let [first, second, ..] = ranges else { return None };
     // On a mesh, the parts of owners may be in another order than the elements.
     let distance = second.start.checked_sub(first.start)?;
-    let is_alike = |(index, range): (usize, &Range<usize>)| {
+    let are_alike = ranges.iter().enumerate().all(|(index, range)| {
         *range == (first.start + index * distance..first.end + index * distance)
-    };
-    let are_alike = ranges.iter().enumerate().all(is_alike);
+    });
     // Ranges that follow each other are a slice, without a launch.
     let are_apart = first.len() < distance && first.end <= distance;
     (are_alike && are_apart && elements == ranges.len() * distance).then_some(distance)
@@ -119,7 +118,7 @@ pub fn expand<const D: usize, K: Basic>(tensor: Tensor<D, K>, shape: [usize; D])
 /// A flat tensor of zeros.
 ///
 /// There may be none: Burn 0.22.1 fuses an operation that writes no element with others, such as
-/// those of a tensor `[1]`, and launches no kernel for all of them.
+/// operations of a tensor `[1]`, and launches no kernel for all of them.
 pub fn zeros(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
     match elements {
         0 => empty(dtype, device),

@@ -336,8 +336,7 @@ impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
 
 /// A function of every float parameter and its path.
 pub(crate) trait Map {
-    /// The parameter in place of the one at a path, or the base in place of that of an owned
-    /// parameter.
+    /// The parameter in place of the one at a path, or the base in place of an owned parameter's.
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
 
     /// The part in place of this rank's part of the parameter at a path.
@@ -386,9 +385,9 @@ impl<F: Map> ModuleMapper for Mapping<'_, F> {
     }
 }
 
-/// Tensors to stand where values were taken out of a model: one for all values of a device, a type
-/// and a number of dimensions, since each would be an allocation and, with fusion, three tasks of
-/// its service thread.
+/// Tensors to stand where values were taken out of a model. There is one for all values of a
+/// device, a type and a number of dimensions, since each would be an allocation and, with fusion,
+/// three tasks of its service thread.
 #[derive(Default)]
 pub(crate) struct Placeholders(Vec<(Device, DType, Box<dyn Any>)>);
 

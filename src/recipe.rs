@@ -92,9 +92,9 @@ pub enum Recipe {
     ///
     /// - the source divides a matrix by 1.01 times its norm, here by its norm;
     /// - AdamW has one set of settings: betas 0.8 and 0.96 and decay 0.01, as for the head. The
-    ///   source has a second beta of 0.995 and a decay of 0.001 for its token embedding, 0.95 and
-    ///   0.05 for scalars, and for value embeddings half the rate of the token embedding, betas of
-    ///   0.8 and 0.995 and a decay of 0.01;
+    ///   source has a second beta of 0.995 and a decay of 0.001 for its token embedding, and 0.95
+    ///   and 0.05 for scalars. Its value embeddings have half the rate of the token embedding,
+    ///   betas of 0.8 and 0.995 and a decay of 0.01;
     /// - the mixing weights of the source's residual stream have rates and betas of their own
     ///   (`x0_lambdas` 0.5 and betas of 0.96 and 0.95, `smear` and `backout` 0.2);
     /// - the source renormalises with a floor of 1e-6, here 1e-10; it iterates in bfloat16 only;
@@ -118,9 +118,9 @@ pub enum Recipe {
     /// - the source divides a matrix by 1.02 times its norm, here by its norm;
     /// - the decay of a matrix is 1.2 times the rate in the source. Here it is 1.2 times the
     ///   schedule [`Recipe::lr`] at the peak of the source, whichever peak is used;
-    /// - AdamW has one set of settings: betas 0.5 and 0.95, as for the embedding and the head
-    ///   (the source: 0.9 and 0.99 for scalars), and a constant decay of 0.006, the source's at its
-    ///   peak, which is cautious and falls with the square of the rate;
+    /// - AdamW has one set of settings: betas 0.5 and 0.95, as for the embedding and the head, and
+    ///   a constant decay of 0.006. The source has betas 0.9 and 0.99 for scalars, and a cautious
+    ///   decay with this peak, which falls with the square of the rate;
     /// - the source updates AdamW's parameters at every other step, with the sum of two gradients;
     /// - it multiplies the rate of the output matrices of its MLPs by four, and all rates by 1.52
     ///   and 1.73 where its batch doubles and triples.
@@ -141,16 +141,16 @@ pub enum Recipe {
     /// <https://github.com/microsoft/dion/pull/67> and
     /// <https://github.com/AMD-AGI/Primus/pull/729>.
     ///
-    /// Updates have a root mean square of 0.18, that is 0.9 times
-    /// [`LrScale::MatchRmsAdamW`]. The rate falls from 2e-4 to 2e-5. The report itself was not at
-    /// hand: the betas of AdamW (0.9 and 0.95) and the warm-up of 2000 steps, or a twentieth of the
-    /// run if that is less, are not confirmed by the quotations, and the cosine over the last fifth
-    /// of the run is a choice of this crate.
+    /// Updates have a root mean square of 0.18, that is 0.9 times [`LrScale::MatchRmsAdamW`]. The
+    /// rate falls from 2e-4 to 2e-5. The report itself was not at hand. The quotations do not
+    /// confirm the betas of AdamW (0.9 and 0.95), nor the warm-up of 2000 steps, or a twentieth of
+    /// the run if that is less. The cosine over the last fifth of the run is a choice of this
+    /// crate.
     ///
     /// Its ten steps multiply small singular values by up to 8e4, which brings the rounding errors
-    /// of half precision up with them: where half of a spectrum is zero, the error to the exact
-    /// polar factor was 0.975 in bfloat16 and 0.823 in float16 by a simulation, of which 0.707 are
-    /// the zeros themselves. For momentum of low rank, choose
+    /// of half precision up with them. In a simulation where half of a spectrum is zero, the error
+    /// to the exact polar factor was 0.975 in bfloat16 and 0.823 in float16. The zeros themselves
+    /// are 0.707 of it. For momentum of low rank, choose
     /// [`IterationDtype::F32`](crate::IterationDtype::F32).
     #[serde(rename = "deepseek-v4")]
     DeepSeekV4,

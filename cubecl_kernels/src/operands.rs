@@ -71,8 +71,8 @@ impl Order {
     pub fn of(device: usize) -> Result<Self, Refusal> {
         static DEVICES: Devices<Order> = Devices::new();
         let tried = || {
-            let stream = SideStream::new(device);
-            let stream = stream.map_err(|error| Refusal::new("open the device", error))?;
+            let stream =
+                SideStream::new(device).map_err(|error| Refusal::new("open the device", error))?;
             if !stream.has_context_events() {
                 return Ok(Self::Host);
             }

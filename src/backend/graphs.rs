@@ -2,16 +2,16 @@
 //!
 //! A small iteration is bound by its launches. Where the device has graphs (CUDA, ROCm; wgpu
 //! encodes the launches again), the first batch of a shape is iterated a few times and recorded
-//! with the buffers that it used; later ones are copied into the first buffer, the graph is
+//! with the buffers that it used. Later batches are copied into the first buffer, the graph is
 //! replayed, and the result is copied out. The copies read and write the batch twice, so a batch of
 //! more than [`MOST_ELEMENTS`], which keeps the device busy anyway, is not recorded. Momentum,
 //! learning rate and weight decay have no part in it, so no schedule makes a recording stale. What
 //! a recording needs stays in memory: its batch, everything in between, and the result.
 //!
 //! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every
-//! step: of each batch, the gradient, the parameter, the momentum and three rates would have to be
-//! copied in, and two of them out again, instead of the launches that there are now, which take
-//! several parameters each.
+//! step. A recording would copy in the gradient, the parameter, the momentum and three rates of
+//! each batch, and copy two of them out again. The launches that there are now take several
+//! parameters each.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

@@ -33,8 +33,8 @@ pub(crate) use finite::reject;
 pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::ScaledNorms;
 pub(crate) use ops::{
-    AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
-    MomentumUpdate, ParameterStep, PartialNorms,
+    AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, MatrixFlags, Moments,
+    MomentumStep, MomentumUpdate, ParameterStep, PartialNorms,
 };
 pub(crate) use portable::lion;
 pub(crate) use precise::{precise_dtype, scaled};

@@ -27,8 +27,9 @@ impl ScaledNorms {
         Self { scale: scale.reshape([count]), squares: squares.reshape([count]) }
     }
 
-    /// The norms of `count` rows of `elements` elements: those of tensors of one type, each with
-    /// the index of its first row, and zeros in between. The last row of a tensor may be shorter.
+    /// The norms of `count` rows of `elements` elements. Tensors of one type, each with the index
+    /// of its first row, make up the rows, with zeros in between. The last row of a tensor may be
+    /// shorter.
     pub fn of_tensors(
         policy: KernelPolicy,
         tensors: &[Tensor<1>],

@@ -42,8 +42,7 @@ pub struct MomentumStep {
 }
 
 impl MomentumStep {
-    /// Both weights in float32, where they have the same sum as in float64: those of an average add
-    /// up to 1.
+    /// Both weights in float32, where they have the same sum as in float64: 1 for an average.
     #[cfg_attr(not(any(feature = "flex", feature = "cube")), expect(dead_code))]
     pub fn weights(self) -> [f32; 2] {
         let keep = self.keep as f32;
@@ -62,6 +61,14 @@ pub struct ParameterStep {
     pub lr: f64,
     /// `true` if the old values are only decayed where they and the direction have equal signs.
     pub cautious: bool,
+}
+
+/// The flags of the matrices of a batch, among the flags of others.
+#[derive(Debug, Clone, Copy)]
+pub struct MatrixFlags<'a> {
+    pub flags: &'a Tensor<1>,
+    /// Index of the first one of the batch.
+    pub first: usize,
 }
 
 /// A parameter in a step that updates element by element.
@@ -190,8 +197,8 @@ pub trait MatrixOps: Backend {
         portable::plus_identity::<Self>(z)
     }
 
-    /// The product `Q` of all `Z + a I` with `Z = b R + c R^2`, where every step advances
-    /// `R <- (Z + a I) R (Z + a I)`: the whole Gram form for small matrices, in one kernel.
+    /// The product `Q` of all `Z + a I` with `Z = b R + c R^2`. Every step advances
+    /// `R <- (Z + a I) R (Z + a I)`. One kernel computes the whole Gram form for small matrices.
     #[fusion(dtype = r, shape = r)]
     fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
@@ -438,8 +445,8 @@ pub trait StepOps: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
     /// `decay P - lr U` with the matrices of a batch. A parameter whose flag is set in `rejected`
-    /// stays as it is, and so does a matrix whose flag is set in `diverged`, where those of the
-    /// batch start at `first_diverged`. No step is cautious.
+    /// stays as it is, and so does a matrix whose flag is set in `diverged`, in which the batch
+    /// starts at `first_diverged`. No step is cautious.
     #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first_diverged| {
         parameters.clone()
     })]

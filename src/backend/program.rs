@@ -152,8 +152,7 @@ impl Program {
 pub(crate) struct Buffers {
     /// For the input and for the result of every step, the index of its buffer.
     pub of_values: Vec<usize>,
-    /// For every buffer, `true` if it has the shape of the input. The first one is that of the
-    /// input.
+    /// For every buffer, `true` if it has the shape of the input, which is in the first one.
     pub wide: Vec<bool>,
 }
 

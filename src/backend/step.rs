@@ -5,7 +5,7 @@ use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, Shape, Tensor};
 
 use super::compute_path::{ComputePath, KernelPolicy};
-use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
+use super::ops::{MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
 use super::portable;
 use super::tensor_list::TensorList;
 
@@ -60,20 +60,18 @@ pub(crate) fn update_momentum(
     MomentumUpdate { momentum, update, norms: Some(PartialNorms(norms)) }
 }
 
-/// [`StepOps::apply`] for a whole batch, on the path of the parameters. The flags of its matrices
-/// in `diverged` start at `first_diverged`.
+/// [`StepOps::apply`] for a whole batch, on the path of the parameters.
 pub(crate) fn apply(
     policy: KernelPolicy,
     parameters: Vec<Tensor<1>>,
     direction: Tensor<3>,
     rejected: &Tensor<1>,
-    (diverged, first_diverged): (&Tensor<1>, usize),
+    diverged: MatrixFlags<'_>,
     steps: &[ParameterStep],
 ) -> Vec<Tensor<1>> {
     let path = ComputePath::choose(policy, &direction.device(), parameters[0].dtype().into());
     // No kernel compares signs.
     if path == ComputePath::Portable || steps.iter().any(|step| step.cautious) {
-        let diverged = (diverged, first_diverged);
         return portable::apply(parameters, direction, rejected, diverged, steps);
     }
     // As in `update_momentum`.
@@ -81,7 +79,7 @@ pub(crate) fn apply(
     // Moved into the list: a second reference would make the kernels copy before they write in
     // place.
     let parameters = TensorList::from_tensors(parameters);
-    let [rejected, diverged] = [rejected, diverged].map(|flags| flags.clone().into_dispatch());
+    let [rejected, flags] = [rejected, diverged.flags].map(|flags| flags.clone().into_dispatch());
     let (direction, steps) = (direction.into_dispatch(), steps.to_vec());
-    Dispatch::apply(parameters, direction, rejected, diverged, steps, first_diverged).into_tensors()
+    Dispatch::apply(parameters, direction, rejected, flags, steps, diverged.first).into_tensors()
 }

@@ -115,10 +115,11 @@ impl<B: FusionBackend> FusionValueAdapter<B> for TensorList<B> {
         out: &mut Vec<TensorIr>,
         create: &mut impl FnMut() -> TensorId,
     ) -> Self::Output {
-        let appended = |tensor| {
-            <Float as FusionValueAdapter<B>>::append_output_ir(tensor, &mut *out, &mut *create)
-        };
-        meta.iter().map(appended).collect()
+        meta.iter()
+            .map(|tensor| {
+                <Float as FusionValueAdapter<B>>::append_output_ir(tensor, &mut *out, &mut *create)
+            })
+            .collect()
     }
 
     fn validate_outputs(

@@ -39,7 +39,7 @@ struct Index {
 #[derive(Serialize, Deserialize)]
 struct IndexedPart {
     file: String,
-    /// Tells this part from those of other saves.
+    /// Tells this part from the parts of other saves.
     seal: Seal,
 }
 
@@ -224,10 +224,11 @@ impl Part {
 
     fn indexed(&self, rank: usize) -> Result<IndexedPart> {
         let path = self.path_of(rank);
-        let seal = File::open(&path).map_err(|error| error.to_string());
-        let seal = seal.and_then(|mut file| Seal::read(&mut file));
-        let seal = seal.and_then(|seal| seal.ok_or_else(|| "its end is damaged".to_owned()));
-        let seal = seal.map_err(|reason| failed(&path, &reason))?;
+        let seal = File::open(&path)
+            .map_err(|error| error.to_string())
+            .and_then(|mut file| Seal::read(&mut file))
+            .and_then(|seal| seal.ok_or_else(|| "its end is damaged".to_owned()))
+            .map_err(|reason| failed(&path, &reason))?;
         let file = Name { save: self.save, rank, extension: PART }.to_string();
         Ok(IndexedPart { file, seal })
     }

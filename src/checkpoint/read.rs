@@ -240,9 +240,10 @@ impl Archive {
             let sum = crc32fast::hash(bytes);
             Some(format!("{}: {dtype:?} {shape:?} {sum:08x}", by_path(name)?))
         });
-        let scalars = self.scalars.iter();
-        let scalars =
-            scalars.filter_map(|(name, value)| Some(format!("{}: {value:?}", by_path(name)?)));
+        let scalars = self
+            .scalars
+            .iter()
+            .filter_map(|(name, value)| Some(format!("{}: {value:?}", by_path(name)?)));
         let mut all: Vec<String> = tensors.chain(scalars).collect();
         // The order of a record follows its identities, which differ from run to run.
         all.sort_unstable();

@@ -113,8 +113,8 @@ impl Saver {
     }
 
     /// Sets the time for which rank 0 waits for the [parts](Self::with_parts) of other ranks while
-    /// none of them grows: ten minutes by default, and one minute at most for a saver that is
-    /// dropped, or once a rank has failed.
+    /// none of them grows: ten minutes by default. A saver that is dropped waits for one minute at
+    /// most, as does one of a world in which a rank has failed.
     pub fn with_patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
@@ -148,8 +148,8 @@ impl Saver {
     ///
     /// # Errors
     ///
-    /// As [`checkpoint::save`](super::save); the error of the save before, in which case nothing is
-    /// saved; [`Error::Usage`] if an earlier save still runs and is not [waited
+    /// As [`checkpoint::save`](super::save). If the save before has failed, its error, and nothing
+    /// is saved. [`Error::Usage`] if an earlier save still runs and is not [waited
     /// for](WhenBusy::Refuse), for an empty path, or for a name without a number whose [last files
     /// are to be kept](Self::with_keep_last).
     pub fn save<M: Module, T: Serialize>(
@@ -266,8 +266,9 @@ impl Saver {
             return finish();
         }
         let thread = thread::Builder::new().name("save".to_owned()).spawn(finish);
-        let no_thread = |error| failed(&target.path, &format!("cannot start a thread: {error}"));
-        let thread = thread.map_err(no_thread).inspect_err(|error| target.give_up(error))?;
+        let thread = thread
+            .map_err(|error| failed(&target.path, &format!("cannot start a thread: {error}")))
+            .inspect_err(|error| target.give_up(error))?;
         self.running = Some(Running { thread, patience });
         Ok(())
     }

@@ -116,8 +116,8 @@ impl States {
             let state = state(name)?;
             is_under(&state).then_some((state, name.as_str()))
         });
-        let scalars = self.archive.scalars().iter();
-        let scalars = scalars.filter_map(|(name, value)| Some((state(name)?, *value)));
+        let scalars =
+            self.archive.scalars().iter().filter_map(|(name, value)| Some((state(name)?, *value)));
         (tensors.collect(), scalars.collect())
     }
 
@@ -157,11 +157,12 @@ impl States {
     /// of none of them.
     pub fn of_model<'a>(&'a self, ids: &'a HashMap<String, u64>) -> OfModel<'a> {
         let all = self.archive.state_ids().filter(|(id, _)| has_state(&self.archive, id));
-        let orphaned = all.filter(|(id, path)| {
-            !ids.contains_key(*path) || self.ids.get(*path).is_none_or(|chosen| chosen != id)
-        });
-        let mut orphaned: Vec<String> =
-            orphaned.map(|(id, path)| format!("`{path}` (identity {id})")).collect();
+        let mut orphaned: Vec<String> = all
+            .filter(|(id, path)| {
+                !ids.contains_key(*path) || self.ids.get(*path).is_none_or(|chosen| chosen != id)
+            })
+            .map(|(id, path)| format!("`{path}` (identity {id})"))
+            .collect();
         if !orphaned.is_empty() {
             orphaned.sort();
             log::warn!(
@@ -222,8 +223,8 @@ impl States {
     /// The names in the archive of the tensors of parameters for which a condition does not hold,
     /// in alphabetical order.
     pub fn unread(&self, is_read: impl Fn(&str) -> bool) -> Vec<&str> {
-        let unread = self.tensors().filter(|(path, _)| !is_read(path));
-        let mut unread: Vec<&str> = unread.map(|(_, name)| name).collect();
+        let mut unread: Vec<&str> =
+            self.tensors().filter(|(path, _)| !is_read(path)).map(|(_, name)| name).collect();
         unread.sort_unstable();
         unread
     }

@@ -162,8 +162,7 @@ impl Communicator {
         let counts = PairCounts { sent: each.clone(), received: each };
         let words: Vec<f32> =
             self.all_to_all(message, &counts)?.wait()?.into_data().iter().collect();
-        let number = |words: &[f32]| words[0] as usize + WORD * words[1] as usize;
-        Ok(words.chunks(2).map(number).collect())
+        Ok(words.chunks(2).map(|words| words[0] as usize + WORD * words[1] as usize).collect())
     }
 
     /// Asks every rank how many elements, or rows, it sends to this one, and returns them with

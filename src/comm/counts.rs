@@ -12,8 +12,7 @@ pub fn offset(counts: &[usize], rank: usize) -> usize {
 
 /// Returns the number of elements before every part.
 pub fn offsets(counts: &[usize]) -> Vec<usize> {
-    let start = |next: &mut usize, count: &usize| Some(std::mem::replace(next, *next + count));
-    counts.iter().scan(0, start).collect()
+    counts.iter().scan(0, |next, count| Some(std::mem::replace(next, *next + count))).collect()
 }
 
 /// The numbers of elements, or of rows, that a rank exchanges with every rank of a group.

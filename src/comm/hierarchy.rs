@@ -5,14 +5,14 @@
 //! nodes of `d` ranks, a rank sends `(n - 1) / (n d) B` between nodes, where a flat exchange of
 //! parts sends `(n - 1) / n B`. PyTorch's FSDP does the same in its hybrid sharding
 //! (<https://pytorch.org/docs/stable/fsdp.html>), but here the result is exact: if neighbouring
-//! ranks are a node, and their number is a power of two, the order of additions is that of all
-//! ranks. Half precision is sent unchanged inside a node, and as float32 between nodes, since the
+//! ranks are a node, and their number is a power of two, additions have the same order as without
+//! nodes. Half precision is sent unchanged inside a node, and as float32 between nodes, since the
 //! sums of nodes are not rounded.
 //!
 //! The second half of a call starts when the first half is waited for, not before. The second half
-//! needs the result of the first on the device, and a device orders by streams: started earlier,
-//! the second half would make all later work on the device, such as updates of parameters, wait for
-//! the first half. With several buckets in flight, the halves of different buckets overlap.
+//! needs the result of the first on the device, and a device orders by streams. Started earlier,
+//! the second half would make all later work on the device wait for the first half, such as updates
+//! of parameters. With several buckets in flight, the halves of different buckets overlap.
 
 use std::collections::HashMap;
 use std::sync::Arc;

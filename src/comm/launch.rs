@@ -140,8 +140,7 @@ impl Launch {
 
     /// Returns `true` if a launcher's variables are in the environment.
     pub fn is_in_env() -> bool {
-        let is_set = |[rank, ..]: &[&str; 3]| env::var(rank).is_ok_and(|value| !value.is_empty());
-        LAUNCHERS.iter().any(is_set)
+        LAUNCHERS.iter().any(|[rank, ..]| env::var(rank).is_ok_and(|value| !value.is_empty()))
     }
 
     /// Returns the default backend's device for this process's rank on its host, with autodiff.

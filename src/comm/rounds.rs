@@ -315,10 +315,10 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         for wait in self.ranks.iter().flat_map(|rank| &rank.waits) {
             missing.entry(wait.point).or_insert_with(|| self.missing(wait).collect());
         }
-        let is_blocked = |rank: &Rank| !rank.blocked.is_empty() && !rank.departed;
         // The largest set of ranks each of which waits for another one of the set: start with all
         // blocked ranks, and take out those that may go on until none is left to take out.
-        let mut stuck: Vec<bool> = self.ranks.iter().map(is_blocked).collect();
+        let mut stuck: Vec<bool> =
+            self.ranks.iter().map(|rank| !rank.blocked.is_empty() && !rank.departed).collect();
         loop {
             // A thread goes on if all ranks that it waits for may arrive.
             let is_stuck = |point: &WaitPoint| missing[point].iter().any(|rank| stuck[*rank]);

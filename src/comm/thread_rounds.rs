@@ -2,10 +2,11 @@
 //!
 //! Every rank holds a [`Participant`] for each of its groups. In a round, every participant of the
 //! group [arrives](Participant::arrive) with a payload and [collects](PendingRound::collect) the
-//! payloads of all. Arriving never blocks, so a rank may be several rounds ahead of the others;
-//! collecting is a barrier, which waits until all participants have arrived. The ranks' calls are
-//! compared; their payloads are opaque, and need not be tensors. The first failure of a world ends
-//! all of its incomplete rounds, on all ranks.
+//! payloads of all. Arriving never blocks, so a rank may be several rounds ahead of the others.
+//! Collecting waits until all participants have arrived, or until it is known that one will not
+//! come: because it has [departed](Participant::depart), has failed, or is late. The ranks' calls
+//! are compared; their payloads are opaque, and need not be tensors. The first failure of a world
+//! ends all of its incomplete rounds, on all ranks.
 //!
 //! A payload is dropped by the rank that contributed it. A lazy backend orders the uses of a tensor
 //! by the thread that made the tensor: dropped by another thread, a tensor can be freed before a
@@ -78,15 +79,16 @@ impl<C: Clone + PartialEq + Display, P: Clone> ThreadRounds<C, P> {
             next_group: AtomicU64::new(1),
         });
         let members: Arc<[usize]> = (0..size).collect();
-        let participant = |rank| Participant {
-            shared: shared.clone(),
-            group: 0,
-            members: members.clone(),
-            rank,
-            next_round: AtomicU64::new(0),
-            groups: Arc::new(()),
-        };
-        (0..size).map(participant).collect()
+        (0..size)
+            .map(|rank| Participant {
+                shared: shared.clone(),
+                group: 0,
+                members: members.clone(),
+                rank,
+                next_round: AtomicU64::new(0),
+                groups: Arc::new(()),
+            })
+            .collect()
     }
 
     fn lock(&self) -> Guard<'_, C, P> {

@@ -108,13 +108,12 @@ impl Whole {
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         slots.convert(&table, dtype);
 
-        let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let flags = Tensor::zeros([1], (&device, DType::F32));
         // Before clipping, which would make an infinite gradient a finite one.
-        let rejected = reject(self.policy, flags, &[flat(grad.clone())], &whole, f64::MAX);
+        let rejected = reject(self.policy, flags, std::slice::from_ref(&grad), &whole, f64::MAX);
         let grad = clip(self.clipping.as_ref(), grad);
-        let tensors = UpdateTensors { values: vec![flat(parameter)], gradients: vec![flat(grad)] };
+        let tensors = UpdateTensors::of_one(parameter, grad);
         let parameter = WholeParameter {
             flag: 0,
             shape: &shape,
@@ -187,8 +186,8 @@ impl Rule for Whole {
         device: &Device,
     ) -> Result<DynState, String> {
         let optional = [MASTER, MANTISSA];
-        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device);
-        let slots = slots.ok_or_else(of_another)?;
+        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device)
+            .ok_or_else(of_another)?;
         // Only the digits of half precision have the shape of the parameter; without them there is
         // none to check.
         let digits = optional.iter().find_map(|name| slots.shape_of(name));

@@ -186,19 +186,18 @@ pub struct DistMuonConfig {
     /// Largest norm over all gradients: gradients with a larger norm are scaled down together.
     /// `None` for no limit. For clipping on one device, use [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
-    /// Number of steps after which the ranks compare what they hold in common, by a checksum of its
-    /// bits: parameters that all of them have, replicas of slices and of owned parts, and the
-    /// states of parameters that every rank updates. A difference, as after an error of memory, is
-    /// an [`Error::Drifted`]. 0 for never.
+    /// Number of steps after which the ranks compare checksums of what they hold in common:
+    /// parameters that all of them have, replicas of slices and of owned parts, and the states of
+    /// parameters that every rank updates. A difference, as after an error of memory, is an
+    /// [`Error::Drifted`]. 0 for never.
     ///
     /// Matrices come anew from their owner in every step, so that a difference in one lasts for a
     /// step, unless the owner has it: then all have it. Frozen parameters are not compared.
     #[config(default = "CHECK_EVERY")]
     pub check_every: usize,
     /// Number of steps after which an audit takes place: every rank also computes the matrices of
-    /// the rank before it, of one bucket, and both compare the bits of states and new values before
-    /// any rank is given them. The next audit is of the next bucket. 0 for never, which is the
-    /// default.
+    /// the rank before it, of one bucket. Both compare the bits of states and new values before any
+    /// rank is given them. The next audit is of the next bucket. 0 for never, which is the default.
     ///
     /// It needs two ranks, and matrices that every rank has whole. Its bits are equal where the
     /// sums over ranks are exact and the kernels are the same: on every engine, except with NCCL's

@@ -61,8 +61,9 @@ pub fn costs(
             let measured = distinct
                 .into_iter()
                 .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
-            let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
-            let local = local
+            let local = measured
+                .collect::<Result<Vec<_>>>()
+                .map(Costs::new)
                 .and_then(|costs| Ok(costs.with_whole(measure_all(trainable, updates, &device)?)));
             // The slowest rank decides when a step ends.
             let slowest = |all: Vec<Costs>| {
@@ -135,8 +136,7 @@ fn measure_whole(
             factors: None,
             decision: Decision { flag: flat::zeros(1, DType::F32, device), read: Some(false) },
         };
-        let tensors =
-            UpdateTensors { values: vec![values.clone()], gradients: vec![gradient.clone()] };
+        let tensors = UpdateTensors::of_one(values.clone(), gradient.clone());
         drop(update.step(tensors, parameter, &mut slots, &mut own, None));
         sync(device)?;
         Ok(start.elapsed().as_secs_f64())

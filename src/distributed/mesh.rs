@@ -48,7 +48,7 @@ impl Axis {
 /// One rank's view of a world whose ranks lie on named axes, the last one with the fastest links.
 ///
 /// The ranks are numbered row by row: on `[Axis::data("node", 2), Axis::data("gpu", 4)]`, ranks 0
-/// to 3 are node 0. The order of the axes is the order of their links: those of
+/// to 3 are node 0. The order of the axes is the order of their links: axes of
 /// [`Axis::model`](Axis::model) come last. Clones are the same rank of the same mesh.
 ///
 /// ```
@@ -115,8 +115,9 @@ impl Mesh {
         // color, so each data world has one of them.
         let models: Vec<usize> = (0..axes.len()).filter(|axis| axes[*axis].is_model).collect();
         let all = Self::flat(world);
-        let group = |axis: usize| all.split(|rank| [position(&axes, axis, rank).1, rank]);
-        let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
+        let groups = (0..axes.len())
+            .map(|axis| all.split(|rank| [position(&axes, axis, rank).1, rank]))
+            .collect::<Result<_>>()?;
         let data = all.split(|rank| [index(&axes, models.iter().copied(), rank), rank])?;
         let data = World::new(data, world.device().clone());
         Ok(Self { data, axes: axes.into(), groups, ..all })
@@ -215,13 +216,14 @@ impl Mesh {
         let cut: Vec<usize> =
             axes.iter().map(|axis| self.index(axis).expect("an axis of the mesh")).collect();
         let others: Vec<usize> = (0..self.axes.len()).filter(|axis| !cut.contains(axis)).collect();
-        let position = |rank: usize| {
-            let at = |axes: &[usize]| index(&self.axes, axes.iter().copied(), rank);
-            [at(&others), at(&cut)]
-        };
         let count = |axes: &[usize]| axes.iter().map(|axis| self.axes[*axis].size).product();
         let mut ranks = vec![vec![0; count(&cut)]; count(&others)];
-        let positions: Vec<_> = (0..self.world.size()).map(position).collect();
+        let positions: Vec<_> = (0..self.world.size())
+            .map(|rank| {
+                let at = |axes: &[usize]| index(&self.axes, axes.iter().copied(), rank);
+                [at(&others), at(&cut)]
+            })
+            .collect();
         for (rank, [replica, slice]) in positions.iter().enumerate() {
             ranks[*replica][*slice] = rank;
         }

@@ -52,13 +52,13 @@ impl Place {
 
     /// Cuts parameters along a dimension into slices, one for each rank along an axis of the mesh.
     /// In the model that [`Layout::shard`](super::Layout::shard) returns, a parameter is the slice
-    /// of this rank, and the model computes with it: tensor parallelism on an axis of
-    /// [`Axis::model`](crate::distributed::Axis::model), as with
-    /// [`parallel`](crate::parallel), or whole experts of a stack `[experts, in, out]` along
-    /// dimension 0 of an axis of data.
+    /// of this rank, and the model computes with it. On an axis of
+    /// [`Axis::model`](crate::distributed::Axis::model), that is tensor parallelism, as with
+    /// [`parallel`](crate::parallel). On an axis of data, the slices are whole experts of a stack
+    /// `[experts, in, out]` along dimension 0.
     ///
     /// Muon updates whole matrices nevertheless: their owners get all slices of the gradient, and
-    /// return those of the new values.
+    /// return the slices of the new values.
     ///
     /// Frozen parameters are cut as well.
     ///
@@ -91,8 +91,8 @@ impl Place {
     }
 
     /// Adds up the gradients of parameters along an axis of
-    /// [`Axis::model`](crate::distributed::Axis::model), on which every rank has all of them and
-    /// uses them for its slice only, such as the norms of queries and keys inside a region of
+    /// [`Axis::model`](crate::distributed::Axis::model). Every rank has all of these parameters,
+    /// and uses them for its slice only, such as the norms of queries and keys inside a region of
     /// tensor parallelism. Without it, their gradient is taken to be the same on all ranks of the
     /// axis.
     pub fn partial(pattern: impl Into<String>, axis: impl Into<String>) -> Self {

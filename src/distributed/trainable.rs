@@ -255,8 +255,8 @@ fn held(slice: Option<&Slice>, blocks: &Blocks, slices: &[Option<Slices>]) -> Bl
     let Some(Slice { slices: whole, index }) = slice.filter(|_| blocks.count() > 1) else {
         return blocks.clone();
     };
-    let batch = batched(whole).shape(*index);
-    let batch = batch.try_into().expect("blocks are cut from batches of matrices");
+    let batch =
+        batched(whole).shape(*index).try_into().expect("blocks are cut from batches of matrices");
     let of_block = slices.iter().flatten().map(|slices| slices.shape(*index)[blocks.dimension()]);
     blocks.of_slice(batch, of_block.collect())
 }

@@ -51,8 +51,8 @@ impl<const D: usize> RecordState for ElementwiseState<D> {
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let slots = Slots::unflatten(&[SKIPPED.name], &ELEMENTWISE_SLOTS, prefix, src, device)?;
         // Files of older versions do not have it.
-        let time = src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok());
-        let time = time.unwrap_or_default();
+        let time =
+            src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok()).unwrap_or_default();
         slots.have_rank(D).then_some(Self { slots, time, place: CountSlot::default() })
     }
 }
@@ -136,11 +136,11 @@ impl Elementwise {
         let (shape, dtype) = (parameter.dims(), parameter.dtype());
         let [.., elements] = ElementwiseUpdate::batch(&shape);
         let flags = Tensor::zeros([1], (&parameter.device(), DType::F32));
-        let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let largest = self.update.largest_gradient(dtype);
         // Before clipping, which would make an infinite gradient a finite one.
-        let rejected = reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
+        let rejected =
+            reject(self.update.policy, flags, std::slice::from_ref(&grad), &whole, largest);
         let grad = clip(self.update.clipping.as_ref(), grad);
         let mask = FiniteMask::from_rows(rejected.clone());
         let has_corrections = !self.update.rule.corrections().is_empty();
@@ -158,7 +158,7 @@ impl Elementwise {
         }];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
-        let tensors = UpdateTensors { values: vec![flat(parameter)], gradients: vec![flat(grad)] };
+        let tensors = UpdateTensors::of_one(parameter, grad);
         let mut updated = self.update.step(tensors, slots, elements, &controls, &parameters, None);
         for (slot, correction) in self.update.rule.corrections().iter().zip(corrections) {
             slots.put(slot.name, correction);

@@ -42,10 +42,10 @@ impl Exchange {
     ///
     /// # Errors
     ///
-    /// - [`Error::Exchange`] if the file is missing or damaged, if it has a tensor of an unknown
-    ///   type, or one with values that the model's type does not have; with all differences if a
-    ///   parameter is missing or of another shape, or if a tensor or key is not known; or if the
-    ///   number of [steps](Self::with_steps) is not known;
+    /// - [`Error::Exchange`] if the file is missing or damaged, or if a tensor is of an unknown
+    ///   type or has values that the model's type does not have. If a parameter is missing or of
+    ///   another shape, or if a tensor or key is not known, the error lists all differences. Also
+    ///   if the number of [steps](Self::with_steps) is not known;
     /// - [`Error::Checkpoint`] if the checkpoint can't be written;
     /// - [`Error::Parameter`] for a model that is divided among ranks;
     /// - [`Error::Usage`] if two parameters would have one name.
@@ -105,9 +105,10 @@ impl Exchange {
                 DType::QFloat(_) => Some("expected floats, got a quantized parameter".to_owned()),
                 _ => shape_problem(source, &name, &entry.planned.shape, transposes),
             };
-            let difference =
-                |problem: String| Difference::new(entry.path(), DifferenceKind::Weights, problem);
-            differences.extend(problem.map(difference));
+            differences
+                .extend(problem.map(|problem| {
+                    Difference::new(entry.path(), DifferenceKind::Weights, problem)
+                }));
             weights.push(Taken { source: Some(name), transposes, planned: entry.planned });
         }
         let unused = unused.into_iter().map(|name| {

@@ -41,8 +41,7 @@ impl GraphOrder {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let State { used, depths } = &mut *state;
         if *used == depths.len() && *used < MOST {
-            let start = || Tensor::zeros([1], &like.device());
-            let last = depths.last().cloned().unwrap_or_else(start);
+            let last = depths.last().cloned().unwrap_or_else(|| Tensor::zeros([1], &like.device()));
             // Each product is a node one deeper than the last. Operations of the model between two
             // links have room in between.
             depths.push((0..SPACING).fold(last, |depth, _| depth * 1.0));
@@ -53,7 +52,7 @@ impl GraphOrder {
     }
 
     /// Returns to the first depth, for a new graph. Keeps at most twice the depths of the last
-    /// graph: those of many forward passes without a backward pass take half a gigabyte.
+    /// graph, since many forward passes without a backward pass would keep half a gigabyte of them.
     pub fn reset(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let used = std::mem::take(&mut state.used);

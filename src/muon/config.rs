@@ -125,8 +125,9 @@ impl MuonConfig {
         self
     }
 
-    /// Adds an expectation, as that Muon updates 60 % of what is trained: the optimizer is not made
-    /// for a model for which it does not hold, and a step for which it does not hold is an error.
+    /// Adds an expectation, such as that Muon updates 60 % of what is trained. Where it does not
+    /// hold for a model, the optimizer is not made, and a step for which it does not hold is an
+    /// error.
     pub fn expect(mut self, expectation: Expectation) -> Self {
         self.expectations.push(expectation);
         self
@@ -212,8 +213,8 @@ impl MuonConfig {
         let decays = self.rest.decays().into_iter();
         let mut decays = decays.map(|(name, decay)| precision.ensure_decays(name, decay));
         decays.try_for_each(|decay| decay).map_err(|error| error.in_field("rest"))?;
-        let iteration = self.newton_schulz.init();
-        let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
+        let iteration =
+            self.newton_schulz.init().map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {
             momentum: self.momentum.clone(),
             weight_decay: self.weight_decay.clone(),

@@ -68,7 +68,7 @@ impl MuonConfig {
     /// Makes Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
     ///
     /// Burn passes the optimizer one parameter at a time, so only the matrices of one stacked
-    /// parameter form a batch: each matrix takes 20 to 30 launches, each other parameter 6, whereas
+    /// parameter form a batch. Each matrix takes 20 to 30 launches, and each other parameter 6.
     /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use
     /// `try_init` where a `ModuleOptimizer` is required, as by burn-train's `Learner`.
     ///

@@ -59,7 +59,7 @@ pub struct MuonState<const D: usize> {
 struct Updated {
     /// Flat.
     values: Tensor<1>,
-    /// The flag of the parameter, and those of its matrices.
+    /// The flags of the parameter and of its matrices.
     flags: Tensor<1>,
     /// The number of matrices that were orthogonalised.
     iterations: usize,
@@ -262,8 +262,7 @@ impl Muon {
             first,
             iterations: Cell::default(),
         };
-        let (values, gradients) = (vec![parameter.reshape([-1])], vec![grad.reshape([-1])]);
-        let tensors = UpdateTensors { values, gradients };
+        let tensors = UpdateTensors::of_one(parameter, grad);
         let (mut updated, flags) = update.step(&batch, tensors, slots, clocks, flags, None);
         Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
     }

@@ -5,9 +5,9 @@
 use super::{Polynomial, standard};
 use crate::backend::{Program, Step, Value};
 
-/// Adds the polynomials, applied to the singular values of `x`, which is at most 1 in norm;
-/// `r` is `X X^T`, if the program has it already, and `restarts` are the steps before which `x` is
-/// brought up to date. With `single_kernel`, one kernel computes `Q`.
+/// Adds the polynomials, applied to the singular values of `x`, which is at most 1 in norm. `r` is
+/// `X X^T`, if the program has it already. `restarts` are the steps before which `x` is brought up
+/// to date. With `single_kernel`, one kernel computes `Q`.
 pub fn iterate(
     program: &mut Program,
     mut x: Value,

@@ -42,13 +42,14 @@ impl Composition {
     /// The polynomials of `steps` steps.
     pub fn polynomials(self, steps: usize) -> Vec<Polynomial> {
         let mut interval = self.start();
-        let polynomial = |step| {
-            let exact = self.closest(interval);
-            let polynomial = if step < steps { scaled(exact, self.safety) } else { exact };
-            interval = interval.after(polynomial);
-            polynomial
-        };
-        (1..=steps).map(polynomial).collect()
+        (1..=steps)
+            .map(|step| {
+                let exact = self.closest(interval);
+                let polynomial = if step < steps { scaled(exact, self.safety) } else { exact };
+                interval = interval.after(polynomial);
+                polynomial
+            })
+            .collect()
     }
 
     /// The least number of steps, at most [`MOST_STEPS`], after which no singular value is further
@@ -110,8 +111,8 @@ fn odd_quintic(lower: f64, upper: f64) -> Polynomial {
     scaled(polynomial, upper)
 }
 
-/// The odd quintic that is at the same distance from 1 at four points, with alternating signs: the
-/// solution of `a x + b x^3 + c x^5 + s E = 1` with signs `s`, for `a`, `b`, `c` and `E`.
+/// The odd quintic that is at the same distance from 1 at four points, with alternating signs. It
+/// solves `a x + b x^3 + c x^5 + s E = 1` with signs `s`, for `a`, `b`, `c` and `E`.
 fn levelled(points: [f64; 4]) -> Polynomial {
     let mut sign = -1.0;
     let mut rows = points.map(|x| {

@@ -4,10 +4,10 @@
 //! `X`. Rounding a product adds an error `E`, whose entries `(i, j)` and `(j, i)` propagate
 //! independently of all others. Through an odd polynomial `f` of `X`, the symmetric part
 //! `E_ij + E_ji` is multiplied by `(f(s_i) - f(s_j)) / (s_i - s_j)`, and the antisymmetric part by
-//! `(f(s_i) + f(s_j)) / (s_i + s_j)` (Daleckii and Krein; Higham, Functions of Matrices, theorem
-//! 3.11, for the matrix with blocks `X` and `X^T`). The singular vectors are assumed to be random,
-//! so the rounding error of a product is distributed evenly over all entries. The errors of
-//! different products are assumed to be independent, so their squares add.
+//! `(f(s_i) + f(s_j)) / (s_i + s_j)`. That is the theorem of Daleckii and Krein for the matrix with
+//! blocks `X` and `X^T` (Higham, Functions of Matrices, theorem 3.11). The singular vectors are
+//! assumed to be random, so the rounding error of a product is distributed evenly over all entries.
+//! The errors of different products are assumed to be independent, so their squares add.
 //!
 //! Of a symmetric product only the lower triangle is computed and then mirrored. Once `Q` and `R`
 //! have errors, `Q Z` and `R Z` are not exactly symmetric. The antisymmetric part of their errors
@@ -157,8 +157,9 @@ impl<'a> Run<'a> {
     fn new(schedule: &'a [Polynomial], arithmetic: Arithmetic, spectrum: &'a Spectrum) -> Self {
         let mut values = vec![spectrum.values.clone()];
         for polynomial in schedule {
-            let odd = |x: &f64| x * even(polynomial, x * x);
-            values.push(values[values.len() - 1].iter().map(odd).collect());
+            values.push(
+                values[values.len() - 1].iter().map(|x| x * even(polynomial, x * x)).collect(),
+            );
         }
         let groups = spectrum.values.len();
         let pairs: Vec<_> = (0..groups).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
@@ -347,8 +348,8 @@ struct Covariance {
     both: f64,
 }
 
-/// An error as a linear combination of other errors: the previous ones of `R` and `Q`, and those of
-/// rounding `Z` and `R (Z + a I)`.
+/// An error as a linear combination of other errors: the previous ones of `R` and `Q`, and the
+/// errors of rounding `Z` and `R (Z + a I)`.
 #[derive(Clone, Copy, Default)]
 struct Sum {
     r: f64,

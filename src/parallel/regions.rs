@@ -34,6 +34,6 @@ pub fn leave<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
     let shape = x.shape();
     let partial = x.clone().without_autodiff().reshape([-1]);
     let sum = shaped(Collective::of(group).sum(partial), shape);
-    // Every rank goes on with the same sum, whose gradient is that of each summand.
+    // Every rank goes on with the same sum, whose gradient is the gradient of each summand.
     Link::new(|gradient| gradient).attach(x, sum)
 }

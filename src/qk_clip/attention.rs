@@ -74,8 +74,8 @@ impl Resolved {
     pub fn new(config: &QkClipConfig, parameters: &[Found]) -> Result<Self> {
         let rules: Vec<Regex> = config.rules.iter().map(compile).collect::<Result<_>>()?;
         let heads = config.rules.iter().map(checked_counts).collect::<Result<Vec<_>>>()?;
-        let attentions = heads.into_iter().map(|heads| Attentions { paths: vec![], heads });
-        let mut attentions: Vec<Attentions> = attentions.collect();
+        let mut attentions: Vec<Attentions> =
+            heads.into_iter().map(|heads| Attentions { paths: vec![], heads }).collect();
         let mut found = vec![];
         // Two passes: the index of a factor needs the number of all attentions of its rule.
         for path in modules(parameters) {
@@ -392,6 +392,7 @@ fn latent(
             "correct the heads and the widths of their parts, or set the `layout` of the rule",
         ));
     }
-    let head = |head| parts.into_iter().flat_map(move |(width, of)| repeat_n(of(head), width));
-    Ok((0..heads).flat_map(head).collect())
+    Ok((0..heads)
+        .flat_map(|head| parts.into_iter().flat_map(move |(width, of)| repeat_n(of(head), width)))
+        .collect())
 }

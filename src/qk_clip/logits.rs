@@ -57,8 +57,8 @@ pub(super) fn largest(reports: &[Tensor<1>]) -> Tensor<1> {
     let usable = |report: &Tensor<1>| {
         let report = report.clone().cast(FloatDType::F32);
         // Negative infinity is usable: a head without a logit reports it.
-        let is_usable = report.clone().lower_elem(NOT_FINITE);
-        let is_usable = is_usable.bool_and(report.clone().is_nan().bool_not());
+        let is_usable =
+            report.clone().lower_elem(NOT_FINITE).bool_and(report.clone().is_nan().bool_not());
         report.mask_fill(is_usable.bool_not(), NOT_FINITE)
     };
     let (first, others) = reports.split_first().expect("an attention is known by a report");

@@ -17,7 +17,7 @@
 //!
 //! So the logits of a head are scaled by its own gamma in every kind, and a head below the
 //! threshold keeps its logits. In a group of queries, such a head keeps them because its queries
-//! grow by what the shared key loses; with an `alpha` of 1, no query grows and shared keys are not
+//! grow by what the shared key loses. With an `alpha` of 1, no query grows and shared keys are not
 //! scaled. (Megatron-LM scales all heads of a group by the gamma of its largest logit instead.)
 //!
 //! The clip has no state. Heads are counted over the whole model: [`Factors::of`] has a factor for

@@ -416,9 +416,8 @@ impl<'a> Anatomy<'a> {
         self.layers.iter().filter(|(_, layer)| layer.is_dense())
     }
 
-    /// Returns `true` if a layer may be the last of a model: it is outside of blocks, does not have
-    /// the name of a router or the like, and is the last of layers that follow each other in a
-    /// stack.
+    /// Returns `true` if a layer may be the last of a model. It is outside of blocks, is not named
+    /// like a router, and no layer follows it in a stack.
     fn may_be_last(&self, index: usize) -> bool {
         let is_last_of_stack = || match self.layers.stack(index) {
             Some(stack) if self.layers.is_chain(stack) => {

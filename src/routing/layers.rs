@@ -171,20 +171,21 @@ impl<'a> Layers<'a> {
     /// concatenation of them: all of these are wider than the inputs. Of `heads`, none does, and
     /// their outputs do not become parts of inputs.
     pub fn that_take_data(&self, is_head: impl Fn(usize) -> bool) -> Vec<bool> {
-        let takes_data = |(index, layer): (usize, &Layer<'_>)| {
-            let mut others = self.iter().filter(|(other, _)| *other != index);
-            let may_feed = |(other, before): (usize, &Layer<'_>)| {
-                // Embeddings take no outputs: they come first, wherever their fields are.
-                let is_earlier = other < index || before.kind == Kind::Embedding;
-                let is_alone = before.outputs == layer.inputs;
-                // A layer alone, as in attention, has others of its width next to it.
-                before.produces()
-                    && (is_earlier && (is_alone || !is_head(other) && before.may_feed(layer))
-                        || layer.inputs == layer.outputs && is_alone)
-            };
-            layer.is_dense() && !is_head(index) && !others.any(may_feed)
-        };
-        self.iter().map(takes_data).collect()
+        self.iter()
+            .map(|(index, layer)| {
+                let mut others = self.iter().filter(|(other, _)| *other != index);
+                let may_feed = |(other, before): (usize, &Layer<'_>)| {
+                    // Embeddings take no outputs: they come first, wherever their fields are.
+                    let is_earlier = other < index || before.kind == Kind::Embedding;
+                    let is_alone = before.outputs == layer.inputs;
+                    // A layer alone, as in attention, has others of its width next to it.
+                    before.produces()
+                        && (is_earlier && (is_alone || !is_head(other) && before.may_feed(layer))
+                            || layer.inputs == layer.outputs && is_alone)
+                };
+                layer.is_dense() && !is_head(index) && !others.any(may_feed)
+            })
+            .collect()
     }
 
     /// Returns `true` for the last of `Linear`s that follow each other after a feature map, which
@@ -214,15 +215,14 @@ impl<'a> Layers<'a> {
         // If the outputs of no layer alone are the inputs of the follower.
         let joined = move |other: usize, follower: &Layer<'_>| {
             let rest = follower.inputs.checked_sub(layer.outputs);
-            let is_rest = |(third, beside): (usize, &Layer<'_>)| {
-                third != index
-                    && third != other
-                    && beside.produces()
-                    && Some(beside.outputs) == rest
-            };
             follower.is_dense()
                 && !self.iter().any(|(_, alone)| alone.produces() && follower.may_follow(alone))
-                && self.iter().any(is_rest)
+                && self.iter().any(|(third, beside)| {
+                    third != index
+                        && third != other
+                        && beside.produces()
+                        && Some(beside.outputs) == rest
+                })
         };
         self.iter()
             .filter(move |(other, follower)| {

@@ -144,8 +144,8 @@ pub struct ParameterRoute {
     pub block_side: BlockSide,
     /// The indices of the blocks that AdamW updates.
     pub left: Vec<usize>,
-    /// The name of the optimizer, with the view and the blocks of a matrix or the role, and with
-    /// the settings of a rule that has its own, as in `Muon (Batch)` and `AdamW (head), 2 x rate`;
+    /// The name of the optimizer, as in `Muon (Batch)` and `AdamW (head), 2 x rate`: with the view
+    /// and the blocks of a matrix or the role, and with the settings of a rule that has its own.
     /// `-` for a frozen parameter.
     pub optimizer: String,
     /// The name in the rule, if an optimizer of [`MuonConfig`](crate::MuonConfig)'s `optimizers`
@@ -389,9 +389,11 @@ impl Routing {
         let decisions: Vec<_> = built_in.into_iter().map(decide).collect();
         // Before the routes, whose error would name the first of these parameters alone.
         shapes_without_view::ensure_views(parameters.iter().zip(&decisions))?;
-        let routes = parameters.iter().zip(decisions);
-        let routes = routes.map(|(found, decision)| updates.route(found, &decision));
-        let routes = routes.collect::<Result<_>>()?;
+        let routes = parameters
+            .iter()
+            .zip(decisions)
+            .map(|(found, decision)| updates.route(found, &decision))
+            .collect::<Result<_>>()?;
         Ok(Self { routes, updates, expected: Expected::default() })
     }
 

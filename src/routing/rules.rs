@@ -228,8 +228,8 @@ impl MuonRoutingRule {
     /// queries, keys and values, or of gates and inputs. The sizes add up to the outputs of the
     /// matrix.
     ///
-    /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
-    /// learning-rate scale is that of its own shape. The update is as for separate parameters.
+    /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its shape
+    /// decides its learning-rate scale. The update is as for separate parameters.
     ///
     /// ```
     /// use distmuon::{MuonConfig, RoutingRule};
@@ -437,11 +437,11 @@ impl<'a> Rules<'a> {
         };
         let rules = rules.iter().map(compile).collect::<Result<Vec<_>>>()?;
         for (rule, regex) in &rules {
-            let is_matched = |(found, role): &&(&Found, ParameterRole)| {
-                regex.is_match(&found.path) && rule.is_for(*role)
-            };
-            let matches: Vec<&Found> =
-                parameters.iter().filter(is_matched).map(|(found, _)| *found).collect();
+            let matches: Vec<&Found> = parameters
+                .iter()
+                .filter(|(found, role)| regex.is_match(&found.path) && rule.is_for(*role))
+                .map(|(found, _)| *found)
+                .collect();
             // A rule with a typing error would otherwise train with the defaults, in silence.
             if let Some(expected) = rule.missing(&matches) {
                 return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });

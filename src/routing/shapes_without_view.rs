@@ -38,22 +38,22 @@ enum Kind {
 pub(super) fn ensure_views<'a>(
     decisions: impl Iterator<Item = (&'a Found, &'a Decision<'a>)>,
 ) -> Result<()> {
-    let has_no_view = |(found, decision): (&'a Found, &Decision<'_>)| {
-        let is_single =
-            matches!(decision.role, ParameterRole::Muon { view: MatrixView::Single, .. });
-        (is_single && found.shape.len() > 2).then_some(found)
-    };
-    let parameters: Vec<&Found> = decisions.filter_map(has_no_view).collect();
+    let parameters: Vec<&Found> = decisions
+        .filter_map(|(found, decision)| {
+            let is_single =
+                matches!(decision.role, ParameterRole::Muon { view: MatrixView::Single, .. });
+            (is_single && found.shape.len() > 2).then_some(found)
+        })
+        .collect();
     if parameters.is_empty() {
         return Ok(());
     }
     let mut groups: Vec<Group<'_>> = vec![];
     for found in &parameters {
         let new = Group::of(found);
-        let is_same = |group: &&mut Group<'_>| {
+        let Some(group) = groups.iter_mut().find(|group| {
             (group.holder, group.kind, &group.module) == (new.holder, new.kind, &new.module)
-        };
-        let Some(group) = groups.iter_mut().find(is_same) else {
+        }) else {
             groups.push(new);
             continue;
         };

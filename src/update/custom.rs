@@ -10,7 +10,7 @@ use super::UpdateTensors;
 use super::layer::{Decision, WholeOptimizer, WholeTensors, with_rank};
 use super::ledger::{Ledger, UpdatedBy};
 use super::muon::scaled_by;
-use super::precision::Precision;
+use super::precision::{InState, Precision};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
@@ -83,7 +83,8 @@ impl WholeUpdate {
             observations.add(flag, old, &updated[0], none);
         }
         let origins = std::iter::once(origin);
-        self.precision.narrow(updated, (dtype, &[0]), origins, elements, slots).swap_remove(0)
+        let stored = InState { dtype, firsts: &[0], elements };
+        self.precision.narrow(updated, stored, origins, slots).swap_remove(0)
     }
 
     /// Writes the optimizer's own state to a record.

@@ -8,7 +8,7 @@ use super::UpdateTensors;
 use super::ledger::{Ledger, UpdatedBy};
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
-use super::precision::Precision;
+use super::precision::{InState, Precision};
 use super::rounding::Origin;
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use super::step_norms::Observations;
@@ -271,7 +271,8 @@ impl ElementwiseUpdate {
         }
         // Random rounding depends on the place in the parameter, and not on the rank.
         let origins = parameters.iter().map(|parameter| parameter.origin);
-        self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)
+        let stored = InState { dtype, firsts: &firsts, elements };
+        self.precision.narrow(updated, stored, origins, state)
     }
 
     /// The values by the rule, in the type of `tensors`. Advances the states, of the type `stored`.

@@ -93,8 +93,8 @@ pub(crate) struct Clocks {
 
 impl Clocks {
     /// The sections of a batch, of which each parameter has taken a number of steps and consists of
-    /// a number of matrices. All positions from `settled` on are the same. `state` is that of
-    /// stacks, and `None` for other matrices.
+    /// a number of matrices. All positions from `settled` on are the same. Stacks have a `state`,
+    /// and other matrices `None`.
     pub(super) fn sections(
         &mut self,
         parameters: impl Iterator<Item = (usize, usize)> + Clone,
@@ -148,18 +148,19 @@ pub(super) fn divided(
 /// Flat tensors of sections, joined by parameter: the reverse of [`divided`].
 pub(super) fn joined(tensors: Vec<Tensor<1>>, sections: &[Section]) -> Vec<Tensor<1>> {
     let mut tensors = tensors;
-    let join = |sections: &[Section]| {
-        let rest = tensors.split_off(sections.len());
-        let mut own = mem::replace(&mut tensors, rest);
-        match own.len() {
-            1 => own.swap_remove(0),
-            _ => {
-                let (dtype, device) = (own[0].dtype(), own[0].device());
-                concat(own, dtype, &device)
+    of_parameters(sections)
+        .map(|sections| {
+            let rest = tensors.split_off(sections.len());
+            let mut own = mem::replace(&mut tensors, rest);
+            match own.len() {
+                1 => own.swap_remove(0),
+                _ => {
+                    let (dtype, device) = (own[0].dtype(), own[0].device());
+                    concat(own, dtype, &device)
+                }
             }
-        }
-    };
-    of_parameters(sections).map(join).collect()
+        })
+        .collect()
 }
 
 fn of_parameters(sections: &[Section]) -> impl Iterator<Item = &[Section]> {

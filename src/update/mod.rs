@@ -51,7 +51,7 @@ pub use ledger::{IterationUsed, UpdatedBy};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
-pub(crate) use muon::{MuonBatch, MuonParameter, MuonPart, MuonUpdate, TIME};
+pub(crate) use muon::{MuonBatch, MuonParameter, MuonPiece, MuonUpdate, TIME};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
@@ -70,6 +70,14 @@ pub(crate) use step_size::{StepSize, ensure_rate};
 pub(crate) struct UpdateTensors {
     pub values: Vec<Tensor<1>>,
     pub gradients: Vec<Tensor<1>>,
+}
+
+impl UpdateTensors {
+    /// The tensors of one parameter.
+    pub fn of_one<const D: usize>(value: Tensor<D>, gradient: Tensor<D>) -> Self {
+        let [value, gradient] = [value, gradient].map(|tensor| tensor.reshape([-1]));
+        Self { values: vec![value], gradients: vec![gradient] }
+    }
 }
 
 /// The rank in errors of an optimizer that knows of no ranks.

@@ -13,14 +13,14 @@ use super::ledger::Ledger;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius, norms_along};
-use super::precision::{Precision, is_half};
+use super::precision::{InState, Precision, is_half};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
-    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
-    PartialNorms, apply, precise_dtype, reject, scaled, update_momentum,
+    FiniteMask, FlaggedRows, KernelPolicy, MatrixFlags, MomentumStep, MomentumUpdate,
+    ParameterStep, PartialNorms, apply, precise_dtype, reject, scaled, update_momentum,
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
@@ -66,8 +66,8 @@ pub(crate) struct MuonParameter<'a> {
     pub factors: Option<Tensor<1>>,
 }
 
-/// A part of a matrix, to which a direction is applied.
-pub(crate) struct MuonPart {
+/// A piece of a matrix, to which a direction is applied.
+pub(crate) struct MuonPiece {
     /// Flat.
     pub values: Tensor<1>,
     pub size: StepSize,
@@ -351,11 +351,11 @@ impl MuonUpdate {
         // Only for an observed step: a second reference keeps the kernels from writing in place.
         let old = errors.is_some().then(|| values.clone());
 
-        let step = |section: &Section| {
+        let steps = sections.iter().map(|section| {
             let MuonParameter { flag, lr, .. } = parameters[section.parameter];
             self.size(lr, batch.matrices, section.time).step(flag)
-        };
-        let steps: Vec<_> = sections.iter().map(step).collect();
+        });
+        let steps: Vec<_> = steps.collect();
         let agreeing = self.decays_after().then(|| {
             let agrees =
                 joined(&values, shape) * direction.clone().cast(precise_dtype(batch.dtype));
@@ -363,9 +363,10 @@ impl MuonUpdate {
         });
         // The kernel reads one list of flags for matrices, to which the idle ones are added.
         let unchanged = idle.among(&diverged, batch.first);
-        let flags = (&unchanged, batch.first);
+        let unchanged = MatrixFlags { flags: &unchanged, first: batch.first };
         let values = idle_matrices::divided(values, &sections, m * n);
-        let values = apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        let flags = batch.flags(&diverged);
+        let values = apply(self.policy(), values, direction, flags, unchanged, &steps);
         let mut values = idle_matrices::joined(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
@@ -385,8 +386,8 @@ impl MuonUpdate {
             observe(observations, parameters, old, &values, errors);
         }
         let origins = parameters.iter().map(|parameter| parameter.origin);
-        let by = (batch.dtype, &*firsts);
-        (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
+        let stored = InState { dtype: batch.dtype, firsts: &firsts, elements: count * m * n };
+        (self.precision.narrow(values, stored, origins, state), diverged)
     }
 
     /// Values after the decay of those elements that agree in sign with the update.
@@ -435,18 +436,19 @@ impl MuonUpdate {
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
 
-    /// Applies [`directions`](Self::directions): the new values of parts of matrices, from those
-    /// parts of their directions, `[parts, 1, elements]`. A part whose direction is not finite
+    /// Applies [`directions`](Self::directions): the new values of pieces of matrices, from those
+    /// pieces of their directions, `[pieces, 1, elements]`. A piece whose direction is not finite
     /// stays as it is.
-    pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
-        let zeros = flat::zeros(parts.len(), DType::F32, &direction.device());
-        // A part of a rejected matrix came as NaN, which becomes a flag again here.
+    pub fn apply(&self, pieces: Vec<MuonPiece>, direction: Tensor<3>) -> Vec<Tensor<1>> {
+        let zeros = flat::zeros(pieces.len(), DType::F32, &direction.device());
+        // A piece of a rejected matrix came as NaN, which becomes a flag again here.
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
-        let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
-        let steps: Vec<_> = steps.collect();
+        let steps: Vec<_> =
+            pieces.iter().enumerate().map(|(flag, piece)| piece.size.step(flag)).collect();
         let (values, factors): (Vec<_>, Vec<_>) =
-            parts.into_iter().map(|part| (part.values, part.factors)).unzip();
-        let values = apply(self.policy(), values, direction, &flags, (&flags, 0), &steps);
+            pieces.into_iter().map(|piece| (piece.values, piece.factors)).unzip();
+        let unchanged = MatrixFlags { flags: &flags, first: 0 };
+        let values = apply(self.policy(), values, direction, &flags, unchanged, &steps);
         scaled_by(values, factors.iter().map(Option::as_ref))
     }
 

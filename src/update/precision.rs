@@ -71,6 +71,16 @@ pub(crate) struct Precision {
     pub states: StateDtype,
 }
 
+/// Parameters in a state, in which they follow each other with zeros in between.
+pub(crate) struct InState<'a> {
+    /// The type of the parameters.
+    pub dtype: DType,
+    /// The index of each parameter's first element.
+    pub firsts: &'a [usize],
+    /// Elements of the state.
+    pub elements: usize,
+}
+
 impl StateDtype {
     /// The type of slots of moments, and of momentum that is not a matrix's.
     pub(super) fn slot(self) -> SlotDtype {
@@ -197,9 +207,8 @@ impl Precision {
     pub fn narrow<'a>(
         self,
         values: Vec<Tensor<1>>,
-        (half, firsts): (DType, &[usize]),
+        InState { dtype: half, firsts, elements }: InState<'_>,
         origins: impl Iterator<Item = Origin<'a>>,
-        elements: usize,
         state: &mut Slots,
     ) -> Vec<Tensor<1>> {
         if !is_half(half) {

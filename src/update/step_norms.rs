@@ -30,8 +30,9 @@ impl Observations {
     /// The sums of all parameters: for each the square of the norm of its change, of its
     /// values, and the errors of its matrices. Zeros for parameters that were not observed.
     pub fn sums(mut self, parameters: usize, device: &Device) -> Tensor<1> {
-        let zeros = || Tensor::zeros([SUMS], (device, DType::F32));
-        let sums = (0..parameters).map(|index| self.0.remove(&index).unwrap_or_else(zeros));
+        let sums = (0..parameters).map(|index| {
+            self.0.remove(&index).unwrap_or_else(|| Tensor::zeros([SUMS], (device, DType::F32)))
+        });
         flat::concat(sums.collect(), DType::F32, device)
     }
 }

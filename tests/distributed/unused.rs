@@ -19,7 +19,7 @@ use distmuon_testing::precision::Rounded;
 use distmuon_testing::watched::watched;
 use distmuon_testing::worlds::{self, Case, cases};
 
-use crate::cuts::{Cutting, slices};
+use crate::cuts::{Cutting, product, slices};
 use crate::owned::rejections::assert_failures_stop_all_ranks;
 use crate::owned::{Run, assert_equal, with_checkpoints};
 use crate::{Net, ranks, ranks_here};
@@ -360,95 +360,96 @@ const OF_SLICES: [fn(Layout) -> Layout; 4] = [
     |layout| layout.rows("dp").overlap_backward().allow_unused(),
 ];
 
-fn slices_of_ranks_without_batches_count_as_zeros() {
+/// A backward pass of a rank in [`train_slices`].
+struct SlicedPass<'a> {
+    world: &'a World,
+    layout: &'a Layout,
+    net: &'a Net,
+    step: u64,
+    /// The gradients of the rank's slices.
+    gradients: GradientsParams,
+}
+
+/// The final weights of every rank after some steps on these slices, whose layout is changed.
+fn train_slices(
+    change: impl Fn(Layout) -> Layout + Sync,
+    steps: u64,
+    backward: impl Fn(SlicedPass<'_>) -> Result<GradientsParams> + Sync,
+) -> Vec<Vec<Vec<u8>>> {
     let case = cutting();
+    let runs = ranks(4, |world| {
+        let config = crate::config();
+        let layout = change(case.layout(&world)?.with_muon(config.muon.clone()));
+        let whole = Net::new(world.device());
+        let mut net = layout.shard(whole.clone())?;
+        let mut optim = config.init_on(&layout, &net)?;
+        for step in 0..steps {
+            let of = (world.rank(), false);
+            let gradients = slices(&case, (&whole, whole.gradients(step)), &net, of);
+            let pass = SlicedPass { world: &world, layout: &layout, net: &net, step, gradients };
+            let gradients = backward(pass)?;
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(layout.unshard(&net)?.weights())
+    });
+    let weights = runs.unwrap();
+    assert!(weights[0] != Net::new(&crate::device()).weights(), "it trains");
+    weights
+}
+
+fn slices_of_ranks_without_batches_count_as_zeros() {
     let train = |change: fn(Layout) -> Layout, drains: bool| {
-        let runs = ranks(4, |world| {
-            let config = crate::config();
-            let layout = case.layout(&world)?.with_muon(config.muon.clone());
-            let layout = change(layout.with_small_elements(8));
-            let whole = Net::new(world.device());
-            let mut net = layout.shard(whole.clone())?;
-            let mut optim = config.init_on(&layout, &net)?;
-            for step in 0..3 {
-                let of = (world.rank(), false);
-                let mut gradients = slices(&case, (&whole, whole.gradients(step)), &net, of);
-                let mut loss = Tensor::<1>::zeros([1], (world.device(), DType::F32));
-                for linear in [&net.tall, &net.wide, &net.head] {
-                    let gradient = gradients.remove::<2>(linear.weight.id).expect("a gradient");
-                    loss = loss + (linear.weight.val() * Tensor::from_inner(gradient)).sum();
-                }
-                // The ranks of a row have the same data, and run out together.
-                let gradients = match (world.rank() / 2 == 0 || step == 0, drains) {
-                    (true, _) => layout.backward(&loss, &net)?,
-                    (false, true) => layout.drain(&(loss * f32::NAN), &net)?,
-                    (false, false) => layout.backward(&(loss * 0.0), &net)?,
-                };
-                net = optim.step(0.01, net, gradients)?;
+        let change = |layout: Layout| change(layout.with_small_elements(8));
+        train_slices(change, 3, |SlicedPass { world, layout, net, step, mut gradients }| {
+            let mut loss = Tensor::<1>::zeros([1], (world.device(), DType::F32));
+            for linear in [&net.tall, &net.wide, &net.head] {
+                loss = loss + product(&linear.weight, &mut gradients);
             }
-            Ok(layout.unshard(&net)?.weights())
-        });
-        runs.unwrap()
+            // The ranks of a row have the same data, and run out together.
+            match (world.rank() / 2 == 0 || step == 0, drains) {
+                (true, _) => layout.backward(&loss, net),
+                (false, true) => layout.drain(&(loss * f32::NAN), net),
+                (false, false) => layout.backward(&(loss * 0.0), net),
+            }
+        })
     };
     let without_unused: fn(Layout) -> Layout = |layout| layout.owned("dp");
     for (index, change) in OF_SLICES.into_iter().chain([without_unused]).enumerate() {
-        let expected = train(change, false);
-        assert!(expected[0] != Net::new(&crate::device()).weights(), "it trains");
-        assert!(train(change, true) == expected, "layout {index}");
+        assert!(train(change, true) == train(change, false), "layout {index}");
     }
 }
 
 fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
-    let case = cutting();
     let train = |change: Option<fn(Layout) -> Layout>| {
-        let runs = ranks(4, |world| {
-            let config = crate::config();
-            let layout = case.layout(&world)?.with_muon(config.muon.clone());
-            let layout =
-                change.map_or(layout.clone(), |change| change(layout.with_small_elements(8)));
-            let whole = Net::new(world.device());
-            let mut net = layout.shard(whole.clone())?;
-            let mut optim = config.init_on(&layout, &net)?;
-            for step in 0..4 {
-                let of = (world.rank(), false);
-                let mut gradients = slices(&case, (&whole, whole.gradients(step)), &net, of);
-                // The ranks with the other slices of a row use the same.
-                let is_first = (world.rank() / 2 + step as usize).is_multiple_of(2);
-                let unused = if is_first { &net.tall } else { &net.wide };
-                match change {
-                    None => _ = gradients.remove::<2>(unused.weight.id),
-                    Some(_) => {
-                        let mut loss = Tensor::zeros([1], (world.device(), DType::F32));
-                        for linear in [&net.tall, &net.wide, &net.head] {
-                            if linear.weight.id == unused.weight.id {
-                                layout.unused(linear);
-                                continue;
-                            }
-                            let gradient = gradients.remove::<2>(linear.weight.id);
-                            let gradient =
-                                Tensor::from_inner(gradient.expect("every weight has a gradient"));
-                            loss = loss + (linear.weight.val() * gradient).sum();
-                        }
-                        gradients = layout.backward(&loss, &net)?;
-                    }
+        let changed = |layout: Layout| match change {
+            Some(change) => change(layout.with_small_elements(8)),
+            None => layout,
+        };
+        train_slices(changed, 4, |SlicedPass { world, layout, net, step, mut gradients }| {
+            // The ranks with the other slices of a row use the same.
+            let is_first = (world.rank() / 2 + step as usize).is_multiple_of(2);
+            let unused = if is_first { &net.tall } else { &net.wide };
+            let is_used = |linear: &Linear| linear.weight.id != unused.weight.id;
+            let linears = [&net.tall, &net.wide, &net.head];
+            if change.is_none() {
+                let mut used = GradientsParams::new();
+                for Linear { weight, .. } in linears.into_iter().filter(|linear| is_used(linear)) {
+                    let gradient = gradients.remove::<2>(weight.id).expect("a gradient");
+                    used.register(weight.id, gradient);
                 }
-                if change.is_none() {
-                    let mut used = GradientsParams::new();
-                    for linear in [&net.tall, &net.wide, &net.head] {
-                        if let Some(gradient) = gradients.remove::<2>(linear.weight.id) {
-                            used.register(linear.weight.id, gradient);
-                        }
-                    }
-                    gradients = used;
-                }
-                net = optim.step(0.01, net, gradients)?;
+                return Ok(used);
             }
-            Ok(layout.unshard(&net)?.weights())
-        });
-        runs.unwrap()
+            let mut loss = Tensor::zeros([1], (world.device(), DType::F32));
+            for linear in linears {
+                match is_used(linear) {
+                    true => loss = loss + product(&linear.weight, &mut gradients),
+                    false => layout.unused(linear),
+                }
+            }
+            layout.backward(&loss, net)
+        })
     };
     let expected = train(None);
-    assert!(expected[0] != Net::new(&crate::device()).weights(), "it trains");
     for (index, change) in OF_SLICES.into_iter().enumerate() {
         assert!(train(Some(change)) == expected, "layout {index}");
     }

@@ -3,6 +3,7 @@
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
+use distmuon::distributed::Layout;
 use distmuon::{
     AdamWConfig, DistMuonConfig, ElementwiseConfig, Error, LionConfig, MuonConfig, ParameterRole,
     RoutingRule, Schedule, WeightDecay, World,
@@ -44,6 +45,55 @@ fn in_batches(config: &MuonConfig) -> ExpertNet {
     net
 }
 
+/// The weights after all steps on two ranks, with a save and a load in between.
+fn on_ranks(config: &MuonConfig, lay: fn(Layout) -> Layout) -> ExpertNet {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.ckpt");
+    let trained = World::threads(World::devices(2), |world| {
+        let start = || {
+            let layout = lay(Layout::from(&world)).with_small_elements(8);
+            let dist = DistMuonConfig::new().with_muon(config.clone()).with_small_elements(8);
+            dist.start(layout, net())
+        };
+        let (mut net, mut optim) = start()?;
+        for step in 0..STEPS {
+            if step == STEPS / 2 {
+                optim.save(&path, &net, &())?;
+                let (fresh, other) = start()?;
+                (net, optim, ()) = other.load(&path, fresh)?;
+            }
+            let gradients = optim.backward(&loss(&net, step), &net)?;
+            net = optim.step(LR, net, gradients)?;
+        }
+        optim.layout().unshard(&net)
+    });
+    trained.unwrap().swap_remove(0)
+}
+
+/// A loss with the gradients that the other runs have.
+fn loss(net: &ExpertNet, step: u64) -> Tensor<1> {
+    fn product<const D: usize>(
+        of: &Param<Tensor<D>>,
+        with: &Param<Tensor<D>>,
+        gradients: &mut GradientsParams,
+    ) -> Tensor<1> {
+        let gradient = gradients.remove::<D>(with.id).expect("every parameter has one");
+        (of.val() * Tensor::from_inner(gradient)).sum()
+    }
+    let whole = self::net();
+    let mut gradients = gradients(&whole, step);
+    let mut loss = product(&net.embedding.weight, &whole.embedding.weight, &mut gradients)
+        + product(&net.experts, &whole.experts, &mut gradients);
+    let layers = net.layers.iter().chain([&net.head]);
+    for (layer, whole) in layers.zip(whole.layers.iter().chain([&whole.head])) {
+        let biases = [layer, whole].map(|layer| layer.bias.as_ref().expect("a bias"));
+        loss = loss
+            + product(&layer.weight, &whole.weight, &mut gradients)
+            + product(biases[0], biases[1], &mut gradients);
+    }
+    loss
+}
+
 /// The values of one parameter.
 fn of<const D: usize>(param: &Param<Tensor<D>>) -> Vec<f32> {
     param.val().into_data().iter::<f32>().collect()
@@ -62,7 +112,14 @@ fn compare(
 ) {
     let (all, base) = (by_parameter(all), by_parameter(&base()));
     assert_ne!(chosen(&all), chosen(&base), "the settings have an effect");
-    for (case, net) in [("single", by_parameter(ruled)), ("batched", in_batches(ruled))] {
+    for (case, net) in [
+        ("single", by_parameter(ruled)),
+        ("batched", in_batches(ruled)),
+        ("two ranks", on_ranks(ruled, |layout| layout)),
+        ("owned", on_ranks(ruled, |layout| layout.owned("dp"))),
+        ("rows", on_ranks(ruled, |layout| layout.rows("dp"))),
+        ("reduced", on_ranks(ruled, Layout::overlap_backward)),
+    ] {
         assert_same_weights(case, &chosen(&net).concat(), &chosen(&all).concat());
         assert_same_weights(case, &rest(&net).concat(), &rest(&base).concat());
     }

@@ -146,8 +146,6 @@ impl AdamW {
             group.iter().map(|parameter| parameter.first).chain([elements]).collect();
         let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &firsts);
         let size = grid.vector_size;
-        let gradient =
-            |parameter: &AdamWUpdate| buffer(&parameter.grad, parameter.values.len() / size);
         // SAFETY: units past the vectors of a tensor do nothing.
         unsafe {
             adamw_kernel::launch_unchecked(
@@ -157,7 +155,10 @@ impl AdamW {
                 address,
                 size,
                 all_rows.clone().map(|rows| rows.vectors(size)).collect(),
-                group.iter().map(gradient).collect(),
+                group
+                    .iter()
+                    .map(|parameter| buffer(&parameter.grad, parameter.values.len() / size))
+                    .collect(),
                 buffer(moments[0], elements / size),
                 buffer(moments[1], elements / size),
                 buffer(rejected, flags),

@@ -98,8 +98,8 @@ pub fn norms(
         let all_rows = group.iter().map(|(rows, _)| rows);
         // Vectors have at most as many elements as those of float32: registers would spill on
         // compute capability 9.0 with more.
-        let grid = RowGrid::new(client, &[dtype, F32], all_rows.clone(), &[elements]);
-        let grid = grid.with_row_counts(all_rows.clone().map(row_count));
+        let grid = RowGrid::new(client, &[dtype, F32], all_rows.clone(), &[elements])
+            .with_row_counts(all_rows.clone().map(row_count));
         let size = grid.vector_size;
         // Units past the vectors of a row would only wait.
         let units = (elements / size).next_power_of_two().clamp(MIN_UNITS, UNITS as usize);

@@ -29,8 +29,8 @@ impl Recording {
     ) -> Result<Self, Refusal> {
         let failed = |error| Refusal::new("record the iteration", error);
         let zeroed = |bytes: &usize| Memory::zeroed(stream, *bytes);
-        let buffers = work.bytes.iter().map(zeroed).collect::<Result<Vec<_>, _>>();
-        let buffers = buffers.map_err(failed)?;
+        let buffers =
+            work.bytes.iter().map(zeroed).collect::<Result<Vec<_>, _>>().map_err(failed)?;
         let addresses: Vec<u64> = buffers.iter().map(Memory::address).collect();
         // The driver loads a kernel at its first launch, and may refuse to while it records.
         queue(&addresses)?;

@@ -189,8 +189,8 @@ impl Module {
         let grid = Grid::fastest(product, shapes, multiprocessors);
         let shape = grid.shape;
         let kernel = self.products[shape.width_index()][product.layout as usize];
-        let tensor_map = |tensor| self.tensor_map(&tensor, product.batch);
-        let [a, b, d, c] = product.tensors(shape).map(tensor_map);
+        let [a, b, d, c] =
+            product.tensors(shape).map(|tensor| self.tensor_map(&tensor, product.batch));
         let scratch = [scratch.partials.address(), scratch.arrived.address()];
         let maps = Box::new([a?, b?, d?, c?]);
         let shared = grid.shared_bytes(multiprocessors);

@@ -293,8 +293,8 @@ impl Product<'_> {
             [self.a.dtype, result.dtype],
             [sizes.lhs, sizes.rhs, sizes.out],
         );
-        let definition = cubecl_core::define_kernel(&kernel);
-        let definition = definition.unwrap_or_else(|error| panic!("{tiling}: {error:?}"));
+        let definition = cubecl_core::define_kernel(&kernel)
+            .unwrap_or_else(|error| panic!("{tiling}: {error:?}"));
         (definition, setup.cube_dim.num_elems())
     }
 

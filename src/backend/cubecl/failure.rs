@@ -14,10 +14,9 @@ use super::primitives::primitives;
 pub(crate) fn first_failure<'a>(
     tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
 ) -> Option<(&'a str, Device, Failure)> {
-    let on_cube = |named: (&'a str, &'a Tensor<1>)| {
-        Some((named, named.1.clone().try_into_primitive::<Cube>().ok()?))
-    };
-    let (named, given): (Vec<_>, Vec<_>) = tensors.filter_map(on_cube).unzip();
+    let (named, given): (Vec<_>, Vec<_>) = tensors
+        .filter_map(|named| Some((named, named.1.clone().try_into_primitive::<Cube>().ok()?)))
+        .unzip();
     // Every request waits for the device: one for all tensors, as long as nothing fails.
     if given.is_empty() || failure(given.clone()).is_none() {
         return None;

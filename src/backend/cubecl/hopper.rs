@@ -218,12 +218,13 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let of_result = if result == 0 { x.handle.clone() } else { x.client.empty(bytes[result]) };
     let between = x.client.empty(scratch.max(ALIGNMENT));
     let (from, to, between) = (pin(&x.handle)?, pin(&of_result)?, pin(&between)?);
-    let address = |buffer: usize| match buffer {
-        0 => from.address(),
-        buffer if buffer == result => to.address(),
-        buffer => between.address() + starts[buffer] as u64,
-    };
-    let addresses: Vec<u64> = (0..bytes.len()).map(address).collect();
+    let addresses: Vec<u64> = (0..bytes.len())
+        .map(|buffer| match buffer {
+            0 => from.address(),
+            buffer if buffer == result => to.address(),
+            buffer => between.address() + starts[buffer] as u64,
+        })
+        .collect();
     let ready = order.ready(&x.client)?;
     // SAFETY: as above, with the elements of every matrix.
     unsafe { native.run(ready, &work, &addresses) }?;

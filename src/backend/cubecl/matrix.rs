@@ -102,8 +102,8 @@ impl MatrixOps for CubeBackend {
 
     fn accumulate_q(r: Float, schedule: Vec<Polynomial>) -> Float {
         let schedule: Vec<_> = schedule.iter().map(|p| p.map(|x| x as f32)).collect();
-        let q = gram::accumulate_q(&r.client, &matrices(r.clone()), &schedule);
-        let q = q.expect("`ComputePath::is_small` accepts only what the kernel accepts");
+        let q = gram::accumulate_q(&r.client, &matrices(r.clone()), &schedule)
+            .expect("`ComputePath::is_small` accepts only what the kernel accepts");
         tensor(&r, q.handle, r.shape(), r.dtype)
     }
 

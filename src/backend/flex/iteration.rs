@@ -2,7 +2,7 @@
 //! that it reads and writes stays in the cache.
 //!
 //! An operation on a whole batch would allocate a tensor for every product, which takes as long as
-//! the product of small matrices, and as a tenth of that of large ones.
+//! a product of small matrices, or a tenth of a product of large ones.
 
 use std::ops::{Deref, DerefMut};
 use std::rc::Rc;

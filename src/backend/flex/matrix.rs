@@ -31,7 +31,7 @@ impl MatrixOps for Flex {
         mirrored(portable::syrk::<Self>(a))
     }
 
-    /// The result is exactly symmetric, as that of a GPU: the Gram form relies on it.
+    /// The result is exactly symmetric, as on a GPU: the Gram form relies on it.
     fn symmetric_product(
         a: Float,
         b: Float,

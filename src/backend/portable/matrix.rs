@@ -96,8 +96,8 @@ pub fn least_gram_norm(m: usize) -> f64 {
 /// sum is at least the square of the norm of `X`: a half of it still counts as an `X` of full size.
 pub const SIZE_OF_SUM: f64 = 2.0 / (AOL_SIZE * AOL_SIZE);
 
-/// The addend of a sum over a row of `R`, with which rows of zeros stay zero, and numbers that are
-/// too small for the type can't make a sum too small: half of the least number is lost at most for
+/// The addend of a sum over a row of `R`. With it, rows of zeros stay zero, and numbers that are
+/// too small for the type can't make a sum too small. At most half of the least number is lost for
 /// each of `m` elements, and twice that is added.
 pub fn least_row_sum(m: usize, dtype: DType) -> f64 {
     let least = match dtype {

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Tensor, s};
 
-use crate::backend::ops::{FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep};
+use crate::backend::ops::{FlaggedRows, MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep};
 use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
 
@@ -13,8 +13,8 @@ pub fn reject<const D: usize>(
     FlaggedRows { flag, rows }: FlaggedRows,
     largest: f64,
 ) -> Tensor<1> {
-    let usable = tensor.clone().is_finite();
-    let usable = usable.bool_and(tensor.clone().abs().lower_equal_elem(largest));
+    let usable =
+        tensor.clone().is_finite().bool_and(tensor.clone().abs().lower_equal_elem(largest));
     let rejected =
         usable.reshape([rows, tensor.shape().num_elements() / rows]).all_dim(1).bool_not();
     let range = flag..flag + rows;
@@ -57,7 +57,7 @@ pub fn apply(
     parameters: Vec<Tensor<1>>,
     direction: Tensor<3>,
     rejected: &Tensor<1>,
-    (diverged, mut first): (&Tensor<1>, usize),
+    MatrixFlags { flags: diverged, mut first }: MatrixFlags<'_>,
     steps: &[ParameterStep],
 ) -> Vec<Tensor<1>> {
     let [_, m, n] = direction.dims();

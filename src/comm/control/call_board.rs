@@ -180,8 +180,8 @@ impl CallBoard {
             return send_to_all(members, short_frame(&reply), out);
         }
         let done = |outcome, payload: &[&[u8]]| {
-            let too_long = |length| short_frame(&Reply::Done(key, Outcome::TooLong(length)));
-            frame(&Reply::Done(key, outcome), payload).unwrap_or_else(too_long)
+            frame(&Reply::Done(key, outcome), payload)
+                .unwrap_or_else(|length| short_frame(&Reply::Done(key, Outcome::TooLong(length))))
         };
         match op {
             Op::AllGather => send_to_all(members, gathered(&payloads, done), out),

@@ -142,13 +142,13 @@ impl Endpoint {
                 return Err(failed(reason, CHECK_LISTENER));
             }
         }
-        let link = ServerConnection::new(stream, (rank, size), deadline, server);
-        let link = link.map_err(|error| {
-            failed(
-                format!("can't start a thread for the connection: {error}"),
-                "raise the limit on processes (`ulimit -u`)",
-            )
-        })?;
+        let link =
+            ServerConnection::new(stream, (rank, size), deadline, server).map_err(|error| {
+                failed(
+                    format!("can't start a thread for the connection: {error}"),
+                    "raise the limit on processes (`ulimit -u`)",
+                )
+            })?;
         Ok(Control::new(link, rank, size))
     }
 }

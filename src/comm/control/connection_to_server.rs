@@ -109,11 +109,11 @@ impl ServerConnection {
             failure: OnceLock::new(),
             departing: AtomicBool::new(false),
         });
-        let reader = thread::Builder::new().name("distmuon control".into()).stack_size(STACK);
-        let reader = reader.spawn({
-            let shared = shared.clone();
-            move || shared.run_reader()
-        })?;
+        let reader =
+            thread::Builder::new().name("distmuon control".into()).stack_size(STACK).spawn({
+                let shared = shared.clone();
+                move || shared.run_reader()
+            })?;
         let (external_calls, callers) = (Mutex::default(), Mutex::default());
         let reader = Some(reader);
         Ok(Self { shared, deadline, external_calls, callers, reader, _server: server })
@@ -155,15 +155,14 @@ impl ServerConnection {
 
     /// The number of external calls so far in every group.
     fn counts(&self) -> Vec<(u64, u64)> {
-        let calls = self.external_calls.lock();
-        let calls = calls.expect("no thread panics while it holds the lock");
+        let calls = self.external_calls.lock().expect("no thread panics while it holds the lock");
         calls.iter().map(|(group, count)| (*group, count.load(Ordering::SeqCst))).collect()
     }
 
     /// Returns the counter of a group's external calls.
     pub fn external_calls(&self, group: u64) -> Arc<AtomicU64> {
-        let calls = self.external_calls.lock();
-        let mut calls = calls.expect("no thread panics while it holds the lock");
+        let mut calls =
+            self.external_calls.lock().expect("no thread panics while it holds the lock");
         calls.entry(group).or_default().clone()
     }
 

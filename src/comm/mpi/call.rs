@@ -166,12 +166,13 @@ impl Signature {
     ) -> Result<Self> {
         let size = comm.comm.size() as usize;
         let hashes = |counts: &[c_int]| -> Vec<u64> {
-            let of_rank = |rank| {
-                let mut hasher = DefaultHasher::new();
-                (call.number, &call.call, counts.get(rank)).hash(&mut hasher);
-                hasher.finish()
-            };
-            (0..size).map(of_rank).collect()
+            (0..size)
+                .map(|rank| {
+                    let mut hasher = DefaultHasher::new();
+                    (call.number, &call.call, counts.get(rank)).hash(&mut hasher);
+                    hasher.finish()
+                })
+                .collect()
         };
         let mut signature = Self {
             // SAFETY: a constant of the library.

@@ -1,11 +1,11 @@
 //! The engine for ranks that are processes on one host or many, over MPI (the MPI standard, version
 //! 3).
 //!
-//! Tensors pass through the memory of the host. MPI moves elements and adds up nothing: sums are
-//! those of [`exact_reduction`], exact and in the order of ranks. MPI's own reductions would be
-//! neither, and in Open MPI a non-blocking reduce_scatter sends everything to rank 0 first. With
-//! every call, every pair of ranks exchanges a signature, so that ranks that make different calls
-//! get an error instead of garbage.
+//! Tensors pass through the memory of the host. MPI moves elements and adds up nothing:
+//! [`exact_reduction`] takes the sums, exactly and in the order of ranks. MPI's own reductions
+//! would be neither, and in Open MPI a non-blocking reduce_scatter sends everything to rank 0
+//! first. With every call, every pair of ranks exchanges a signature, so that ranks that make
+//! different calls get an error instead of garbage.
 
 mod call;
 mod library;

@@ -69,11 +69,11 @@ impl CudaMemory {
             let remedy = "give every rank that is a thread a device, or start a process per rank";
             unsuitable(format!("another rank of this process uses {burn_device:?}"), remedy)
         })?;
-        let failed = |error| driver_error(rank, "open the device", error);
         let order = Order::of(index).map_err(|Refusal(reason)| {
             unsuitable(reason, "check that the device works, for example with nvidia-smi")
         })?;
-        let stream = SideStream::new(index).map_err(failed)?;
+        let stream =
+            SideStream::new(index).map_err(|error| driver_error(rank, "open the device", error))?;
         Ok(Self { client, device, index, rank, stream, order, claim: Arc::new(claim) })
     }
 
@@ -103,14 +103,14 @@ impl CudaMemory {
 
     /// Pins the memory of a tensor to its address, as long as the buffer exists.
     fn pinned(&self, tensor: CubeTensor, length: usize, dtype: DType) -> Result<Buffer> {
-        let operand = Operand::new(&self.client, &tensor.handle);
-        let operand = operand.map_err(|error| Error::Engine {
-            engine: ENGINE,
-            rank: self.rank,
-            operation: "pin the memory of a tensor".into(),
-            reason: Failure::from(error).reason,
-            remedy: "free memory of the device, for example with a smaller `bucket_mb`",
-        })?;
+        let operand =
+            Operand::new(&self.client, &tensor.handle).map_err(|error| Error::Engine {
+                engine: ENGINE,
+                rank: self.rank,
+                operation: "pin the memory of a tensor".into(),
+                reason: Failure::from(error).reason,
+                remedy: "free memory of the device, for example with a smaller `bucket_mb`",
+            })?;
         let pointer = operand.address() as *mut c_void;
         let owner = PinnedTensor { tensor, _operand: operand };
         // SAFETY: the tensor is contiguous and has that many elements, and the operand pins them.

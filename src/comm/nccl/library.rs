@@ -212,8 +212,7 @@ fn prefix_of_python(path: &OsStr) -> Option<PathBuf> {
 fn wheels(prefixes: Vec<PathBuf>) -> Vec<PathBuf> {
     let pythons = prefixes
         .into_iter()
-        .flat_map(|prefix| fs::read_dir(prefix.join("lib")).into_iter().flatten());
-    let pythons = pythons
+        .flat_map(|prefix| fs::read_dir(prefix.join("lib")).into_iter().flatten())
         .flatten()
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("python3"));
     let packages = pythons

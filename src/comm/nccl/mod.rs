@@ -299,7 +299,7 @@ impl Engine for Nccl {
     }
 
     /// Uneven parts are sent as grouped broadcasts, one for every rank with a non-empty part, since
-    /// NCCL's all_gather takes equal parts: padded to the largest one, the parts of few owners
+    /// NCCL's all_gather takes equal parts. Padded to the largest one, the parts of few owners
     /// would move up to `N` times the bytes. Broadcasts follow NCCL's rings, over which no rank
     /// sends more than the whole and every byte crosses the boundary of a host once. Sent to every
     /// rank directly, the largest part would leave its owner `N - 1` times.
@@ -390,8 +390,8 @@ impl Engine for Nccl {
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let Peers { control: parent, comm } = &*self.shared.peers;
         // First what may fail on this rank alone, then the calls that all ranks make.
-        let memory = self.shared.memory.for_group();
-        let memory = memory.inspect_err(|error| self.fail(&error.to_string()))?;
+        let memory =
+            self.shared.memory.for_group().inspect_err(|error| self.fail(&error.to_string()))?;
         let (control, first) = parent.split(color, key)?;
         // The rank of a group's first member is different for every group, whatever the colors are.
         let comm = comm.split(parent, &control, first as c_int);

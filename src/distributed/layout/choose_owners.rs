@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use super::{Division, Layout};
+use super::Layout;
+use super::placements::Division;
 use crate::distributed::busy::Busy;
 use crate::distributed::config::CostSource;
 use crate::distributed::measured_costs::costs;
@@ -139,8 +140,9 @@ impl Layout {
         let mut of_slices: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
         for matrix in 0..count {
             let all = matrix * elements..(matrix + 1) * elements;
-            let holds = |slice: &usize| !slices.range(*slice, &all).is_empty();
-            let holders = (0..slices.count()).filter(holds).collect();
+            let holders = (0..slices.count())
+                .filter(|slice| !slices.range(*slice, &all).is_empty())
+                .collect();
             of_slices.entry(holders).or_default().push(matrix);
         }
         let cells = |holders: Vec<usize>| -> Vec<usize> {

@@ -10,8 +10,9 @@ use serde::Serialize;
 use super::identity::Version;
 use super::pass_parameter::{PassParameter, Position};
 use super::passes::{Groups, Keep, Passes, SharingGroup};
+use super::placements::Division;
 use super::reparameterizations::{Owned, Reduced};
-use super::{Cuts, Division, Layout, LayoutTable, Place, Sharded};
+use super::{Cuts, Layout, LayoutTable, Place, Sharded};
 use crate::comm::{Pending, World};
 use crate::distributed::config::CostSource;
 use crate::distributed::plan::{Balancing, Slice};
@@ -43,11 +44,11 @@ impl Layout {
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
     ///   or models;
     /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and
-    ///   has an adapter, or whose initial values are of another type than its device's; and for one
-    ///   that can't be cut as a [`Place::shard`](super::Place::shard) says: without that dimension
-    ///   or a divisor of it, with fewer elements than ranks, along one axis twice, with a
-    ///   [`Place::partial`](super::Place::partial) along the same axis, or along an axis of data in
-    ///   a list of layers;
+    ///   has an adapter, or whose initial values are of another type than its device's;
+    /// - [`Error::Parameter`] for a parameter that a [`Place::shard`](super::Place::shard) can't
+    ///   cut: it lacks the dimension or a divisor of it, or has fewer elements than ranks. It is
+    ///   cut along the axis already, or is a [`Place::partial`](super::Place::partial) along it, or
+    ///   the axis is one of data and the parameter is in a list of layers;
     /// - as [`MuonConfig::route`](crate::MuonConfig::route) and every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();

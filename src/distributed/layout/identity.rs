@@ -1,8 +1,8 @@
 //! The identities of a model's parameters.
 //!
 //! A parameter that a layout divides is known by its path alone. Burn has two more identities of
-//! it, which a load or a map of the model may change at any time: that under which an optimizer
-//! looks for its gradient, and the leaf of the graph that has the gradient. They are read from the
+//! it: the id under which an optimizer looks for its gradient, and the leaf of the graph that has
+//! the gradient. A load or a map of the model may change both at any time. They are read from the
 //! model at hand whenever they are needed, and never kept.
 //!
 //! Without autodiff a part has no leaf, and its [`Version`] tells whether its values may have

@@ -297,8 +297,8 @@ impl Passes {
     fn land(&self, state: &mut PassState) -> Result<()> {
         match state.flights.pop_front().expect("a call was started") {
             Flight::Gathering(indices, message, pending) => {
-                let buffer = pending.wait();
-                let buffer = buffer.map_err(|error| self.in_action(GATHERING, &indices, error))?;
+                let buffer =
+                    pending.wait().map_err(|error| self.in_action(GATHERING, &indices, error))?;
                 for (position, index) in indices.into_iter().enumerate() {
                     let arrived =
                         Arrived { buffer: buffer.clone(), starts: message.starts(position) };

@@ -17,11 +17,11 @@ impl Layout {
     /// and is used like the model. Sends nothing.
     ///
     /// Two calls make the tail average of modded-nanogpt's third track
-    /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): from a
-    /// clone of the model late in the run on, `layout.average(average, &model, 1.0 - 1.0 / 150.0)`
-    /// after every step, and before an evaluation `layout.average(model.clone(), &average, 0.4)`,
-    /// which has 0.4 of the model and 0.6 of the average. In half precision the average has the
-    /// digits of the parameters.
+    /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): late in the
+    /// run, clone the model, and call `layout.average(average, &model, 1.0 - 1.0 / 150.0)` after
+    /// every step. Before an evaluation, `layout.average(model.clone(), &average, 0.4)` has 0.4 of
+    /// the model and 0.6 of the average. In half precision the average has the digits of the
+    /// parameters.
     ///
     /// A rank averages the parts that it has. A mapper of the caller's would also compute with the
     /// whole of every owned parameter, of which the model has the shape only, and take its memory.

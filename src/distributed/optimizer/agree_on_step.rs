@@ -47,8 +47,7 @@ impl StepCalls {
         // themselves, to name the difference.
         match unite(divided.world.comm(), present, digest(self))? {
             Some(present) => {
-                let bit = |index: usize| present[index / 8] >> (index % 8) & 1 == 1;
-                Ok((0..count).map(bit).collect())
+                Ok((0..count).map(|index| present[index / 8] >> (index % 8) & 1 == 1).collect())
             }
             None => Err(self.other_step(divided)),
         }

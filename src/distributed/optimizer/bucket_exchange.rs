@@ -117,8 +117,8 @@ impl Exchange {
         Self { held: bucket.clone(), group, publishers, assembly: None }
     }
 
-    /// The parts of matrices in this rank's share, if the parameters are slices.
-    pub fn parts(&self) -> Option<&Share> {
+    /// The pieces of matrices in this rank's share, if the parameters are slices.
+    pub fn share(&self) -> Option<&Share> {
         self.assembly.as_ref().map(|assembly| &assembly.share)
     }
 
@@ -127,8 +127,8 @@ impl Exchange {
         self.assembly.is_some()
     }
 
-    /// This rank's share of the bucket as it has it.
-    pub fn share(&self) -> Range<usize> {
+    /// The range of this rank's share in the bucket as it has it.
+    pub fn share_range(&self) -> Range<usize> {
         self.held.shard_range(self.group.rank())
     }
 

@@ -25,7 +25,7 @@ use crate::flat;
 use crate::routing::Updates;
 use crate::update::{
     Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Ledger, Matrices, MuonBatch,
-    MuonParameter, MuonUpdate, Observations, Origin, Slot, Slots, StepSize, UpdateTensors,
+    MuonParameter, MuonUpdate, Observations, Origin, Slots, StepSize, UpdateTensors,
     WholeParameter, WholeUpdate,
 };
 
@@ -229,7 +229,7 @@ impl Shard {
 
     /// This rank's share of the bucket as it has it, whose parameters may be slices.
     pub fn pack_share(&self, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
-        pack(values, &self.exchange.held, self.exchange.share(), dtype, &self.device)
+        pack(values, &self.exchange.held, self.exchange.share_range(), dtype, &self.device)
     }
 
     /// Returns `true` if the ranks update the bucket in shards, and every rank has all of it, or
@@ -263,9 +263,10 @@ impl Shard {
     pub fn norms(&self, gradients: &[Tensor<1>]) -> Vec<ScaledNorms> {
         let norms = self.batches.iter().map(|batch| {
             let Batch { runs, elements, row, .. } = batch;
-            let firsts = self.runs[runs.clone()].iter();
-            let firsts: Vec<_> =
-                firsts.map(|run| (run.range.start - elements.start) / row).collect();
+            let firsts: Vec<_> = self.runs[runs.clone()]
+                .iter()
+                .map(|run| (run.range.start - elements.start) / row)
+                .collect();
             let rows = elements.len() / row;
             let gradients = &gradients[runs.clone()];
             ScaledNorms::of_tensors(self.policy(), gradients, &firsts, *row, rows, &self.device)
@@ -358,7 +359,7 @@ impl Shard {
         inputs: &StepInputs,
     ) -> Tensor<1> {
         let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
-        let share = self.exchange.parts().expect("the parameters are slices");
+        let share = self.exchange.share().expect("the parameters are slices");
         share.apply(muon, directions, values, inputs)
     }
 
@@ -433,14 +434,14 @@ impl Shard {
             return vec![];
         }
         let slots = rest.slots(self.bucket.dtype).into_iter();
-        let of_slot = |slot: Slot| {
-            let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
-            let of_run = move |run: &ShardRun| {
-                (run.parameter, slot.name, flat::slice(&values, run.range.clone()))
-            };
-            self.runs.iter().map(of_run)
-        };
-        slots.flat_map(of_slot).collect()
+        slots
+            .flat_map(|slot| {
+                let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
+                self.runs.iter().map(move |run| {
+                    (run.parameter, slot.name, flat::slice(&values, run.range.clone()))
+                })
+            })
+            .collect()
     }
 
     /// Returns `true` if the host has to know which of this rank's parameters stay as they are.

@@ -4,7 +4,7 @@
 //! model, does not grow with the number of buckets. No rank waits for another while it updates:
 //! everything that it needs from the others arrived before.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use burn::tensor::Tensor;
 
@@ -102,19 +102,20 @@ impl CallsInFlight {
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        let is_gathering = |call: &&BucketCall| {
-            matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..))
-        };
-        self.calls.iter().filter(is_gathering).count()
+        self.calls
+            .iter()
+            .filter(|call| matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..)))
+            .count()
     }
 }
 
 /// The tensors of buckets that are in no call: between one and the next, or after the last.
+#[derive(Default)]
 pub struct BetweenCalls {
     /// The shards that are reduced and not yet updated, by bucket.
-    pub reduced: Vec<Option<ReducedShard>>,
+    pub reduced: BTreeMap<usize, ReducedShard>,
     /// The values of shards whose parameters are slices, by bucket.
-    assembled: Vec<Option<Tensor<1>>>,
+    assembled: BTreeMap<usize, Tensor<1>>,
     /// This rank's new values of buckets that are gathered once all are updated.
     unpublished: Vec<(usize, Tensor<1>)>,
     /// Bytes of the tensors above.
@@ -132,23 +133,13 @@ pub struct ReducedShard {
 }
 
 impl BetweenCalls {
-    fn none(buckets: usize) -> Self {
-        Self {
-            reduced: (0..buckets).map(|_| None).collect(),
-            assembled: vec![None; buckets],
-            unpublished: vec![],
-            bytes: 0,
-            local: vec![],
-        }
-    }
-
     fn put_reduced(&mut self, bucket: usize, reduced: ReducedShard) {
         self.bytes += reduced.gradients.iter().map(bytes).sum::<usize>();
-        self.reduced[bucket] = Some(reduced);
+        self.reduced.insert(bucket, reduced);
     }
 
     fn take_gradients(&mut self, bucket: usize) -> Vec<Tensor<1>> {
-        let reduced = self.reduced[bucket].take();
+        let reduced = self.reduced.remove(&bucket);
         let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
         self.bytes -= gradients.iter().map(bytes).sum::<usize>();
         gradients
@@ -156,11 +147,11 @@ impl BetweenCalls {
 
     fn put_assembled(&mut self, bucket: usize, values: Tensor<1>) {
         self.bytes += bytes(&values);
-        self.assembled[bucket] = Some(values);
+        self.assembled.insert(bucket, values);
     }
 
     fn take_assembled(&mut self, bucket: usize) -> Option<Tensor<1>> {
-        let values = self.assembled[bucket].take()?;
+        let values = self.assembled.remove(&bucket)?;
         self.bytes -= bytes(&values);
         Some(values)
     }
@@ -189,7 +180,7 @@ impl<'a> StepInProgress<'a> {
         Self {
             flags: Flags::new(&inputs.present, &divided.device()),
             calls: CallsInFlight { order, ..CallsInFlight::default() },
-            between: BetweenCalls::none(shards.len()),
+            between: BetweenCalls::default(),
             divided,
             traffic,
             shards,
@@ -303,7 +294,7 @@ impl<'a> StepInProgress<'a> {
         }
         // The oldest call is waited for first, whichever it is: all ranks wait in the order of the
         // calls, or an engine that works only while it is waited for would stop.
-        while self.between.reduced[bucket].is_none() {
+        while !self.between.reduced.contains_key(&bucket) {
             self.land()?;
         }
         Ok(())
@@ -452,7 +443,8 @@ impl<'a> StepInProgress<'a> {
 
     /// The values of a shard's parameters, which are waited for if they are assembled.
     fn values(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
-        while self.shards[bucket].exchange.is_cut() && self.between.assembled[bucket].is_none() {
+        while self.shards[bucket].exchange.is_cut() && !self.between.assembled.contains_key(&bucket)
+        {
             self.land()?;
         }
         let shard = &self.shards[bucket];

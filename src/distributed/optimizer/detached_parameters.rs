@@ -108,9 +108,10 @@ impl FlatTensors {
             self.bytes -= bytes(&values);
             return values;
         }
-        let overlaps =
-            |stored: &&Elements| stored.start < elements.end && elements.start < stored.end();
-        let mut stored: Vec<&Elements> = all.iter().filter(overlaps).collect();
+        let mut stored: Vec<&Elements> = all
+            .iter()
+            .filter(|stored| stored.start < elements.end && elements.start < stored.end())
+            .collect();
         if stored.is_empty() {
             return flat::zeros(elements.len(), dtype, device);
         }
@@ -140,10 +141,10 @@ impl FlatTensors {
     /// Stores the elements of a parameter from `start` on, in place of those that were.
     pub fn set(&mut self, index: usize, start: usize, values: Tensor<1>) {
         let elements = Elements { start, values };
-        let is_replaced = |old: &mut Elements| old.start < elements.end() && start < old.end();
         // All that overlap, and not only those with the same start: a gathered whole takes the
         // place of the part.
-        let replaced = self.tensors[index].extract_if(.., is_replaced);
+        let replaced = self.tensors[index]
+            .extract_if(.., |old| old.start < elements.end() && start < old.end());
         self.bytes -= replaced.map(|old| bytes(&old.values)).sum::<usize>();
         self.bytes += bytes(&elements.values);
         self.tensors[index].push(elements);

@@ -53,8 +53,8 @@ pub struct Diagnostics {
     /// Every trained parameter, in the order of the model. A matrix that is cut into blocks has one
     /// entry for each.
     pub parameters: Vec<ParameterDiagnostics>,
-    /// The attentions whose heads the step could clip: those of
-    /// [`clip_heads`](super::DistModuleOptimizer::clip_heads), if it was called.
+    /// The attentions that were passed to [`clip_heads`](super::DistModuleOptimizer::clip_heads),
+    /// if it was called: the step could clip their heads.
     pub attentions: Vec<ClippedAttention>,
 }
 
@@ -74,8 +74,8 @@ pub struct ParameterDiagnostics {
     /// The Frobenius norm of the parameter after the step.
     pub weight_norm: f64,
     /// The root of the mean square of `s^2 - 1` over the singular values `s` of the matrices that
-    /// the iteration returned: 0 for orthogonal matrices, about 0.1 to 0.3 for most coefficients,
-    /// and up to 1 for gradients of low rank. `None` without an iteration.
+    /// the iteration returned. It is 0 for orthogonal matrices, about 0.1 to 0.3 for most
+    /// coefficients, and up to 1 for gradients of low rank. `None` without an iteration.
     pub orthogonality_error: Option<f64>,
     /// The number of steps so far that left the parameter untouched.
     pub skipped: u64,
@@ -115,7 +115,7 @@ fn effective_lr(update: f64, weight: f64) -> f64 {
 
 impl ParameterDiagnostics {
     /// Returns the effective learning rate: the norm of the change relative to the norm of the
-    /// parameter, the angle of a step where weights keep their norm (Kosson et al.,
+    /// parameter. Where weights keep their norm, it is the angle of a step (Kosson et al.,
     /// <https://arxiv.org/abs/2305.17212>). 0 for a parameter of zeros.
     pub fn effective_lr(&self) -> f64 {
         effective_lr(self.update_norm, self.weight_norm)

@@ -103,8 +103,7 @@ impl DividedModel {
 
     /// Bytes of this rank's parameters between steps.
     pub fn bytes(&self) -> usize {
-        let of_parameter = |parameter| bytes_of_parameter(parameter, &self.passes);
-        self.parameters.iter().map(of_parameter).sum()
+        self.parameters.iter().map(|parameter| bytes_of_parameter(parameter, &self.passes)).sum()
     }
 
     /// Counts a step in which the `present` parameters took part.
@@ -120,11 +119,12 @@ impl DividedModel {
     ///
     /// [`Error::Usage`](crate::Error::Usage) for a rate that no step can use.
     pub fn learning_rates(&self, lr: &ModuleLearningRate) -> Result<Vec<f64>> {
-        let rate = |index: usize| {
-            let ModelParameter { id, path, .. } = self.of_model(index);
-            lr.lr_from_param(*id, Some(path))
-        };
-        let lrs: Vec<f64> = (0..self.trainable.len()).map(rate).collect();
+        let lrs: Vec<f64> = (0..self.trainable.len())
+            .map(|index| {
+                let ModelParameter { id, path, .. } = self.of_model(index);
+                lr.lr_from_param(*id, Some(path))
+            })
+            .collect();
         // Here and not in the update: no rank has sent anything yet.
         lrs.iter().try_for_each(|lr| ensure_rate(*lr))?;
         Ok(lrs)

@@ -15,8 +15,8 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::bucket_shard::Shard;
-use super::device_counters::{COUNTERS, Counters};
 use super::divided_model::DividedModel;
+use super::step_counts::{COUNTERS, Counters};
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};
@@ -82,8 +82,9 @@ pub fn held_in_common<M: Module>(
     let known = parameters.map(|parameter| (&*parameter.path, parameter)).collect();
     let DividedModel { world, layout, passes, .. } = divided;
     let mut held = CommonWalk { world, layout, passes, known, groups: BTreeMap::new() };
-    let states = shards.iter().flat_map(|shard| shard.replicated_states());
-    let states: Vec<_> = states
+    let states: Vec<_> = shards
+        .iter()
+        .flat_map(|shard| shard.replicated_states())
         .map(|(parameter, slot, values)| (parameter, slot, checksum::of_bits(values)))
         .collect();
     let counters = COUNTERS.iter().zip(counters.values()).flat_map(|(slot, values)| {

@@ -1,5 +1,7 @@
 //! The factor on all gradients: of clipping by their norm, and of the scale of the loss.
 
+use std::collections::BTreeMap;
+
 use burn::tensor::{DType, Tensor};
 
 use super::bucket_shard::Shard;
@@ -59,7 +61,7 @@ impl GradientScaling {
         &self,
         divided: &DividedModel,
         shards: &[Shard],
-        reduced: &[Option<ReducedShard>],
+        reduced: &BTreeMap<usize, ReducedShard>,
         rejected: &Tensor<1>,
     ) -> Result<Option<Tensor<1>>> {
         let clipped = match &self.clip {
@@ -83,12 +85,12 @@ fn accepted_norms(
     clip: &Clip,
     rank: usize,
     shards: &[Shard],
-    reduced: &[Option<ReducedShard>],
+    reduced: &BTreeMap<usize, ReducedShard>,
     rejected: &Tensor<1>,
 ) -> Vec<ScaledNorms> {
     let rejected = clip.broadcast_rows(rejected);
     let (mut norms, mut first) = (vec![], 0);
-    for (shard, reduced) in shards.iter().zip(reduced.iter().flatten()) {
+    for (shard, reduced) in shards.iter().zip(reduced.values()) {
         // The rows of a bucket that others count still have their place: `first` advances over
         // them.
         let counts = counts(&shard.bucket, rank);

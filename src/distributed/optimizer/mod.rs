@@ -10,7 +10,6 @@ mod buckets_in_flight;
 mod custom_states;
 mod decisions;
 mod detached_parameters;
-mod device_counters;
 mod diagnostics;
 mod divided_model;
 mod drift;
@@ -18,7 +17,6 @@ mod global_clipping;
 mod gradient_scaling;
 mod loss_scale;
 mod memory_report;
-mod missing_gradients;
 mod publication;
 mod record;
 mod rejected_gradients;
@@ -332,7 +330,7 @@ impl DistModuleOptimizer {
 
     /// Returns the trained parameters that have had no gradient on any rank in the last
     /// [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) steps or more, with the number of
-    /// these steps: a layer whose output the loss does not use, or that was detached.
+    /// these steps. The loss does not use the output of such a layer, or it was detached.
     pub fn absent(&self) -> BTreeMap<String, usize> {
         let reached = self.accounts.absence.reached();
         reached.map(|(index, steps)| (self.divided.path(index).to_owned(), steps)).collect()

@@ -9,11 +9,10 @@ use crate::flat;
 /// The values that one sum adds up: enough to keep a device busy, few enough for a short row.
 const FAN_IN: usize = 256;
 
-/// The sums over the rows of every parameter, where those of one bucket come after those of
-/// another.
+/// The sums over the rows of every parameter. The rows are in the order of the buckets.
 pub struct RowSums {
-    /// Level by level, the indices of the values that every sum of a level adds up, among those of
-    /// the level before. A scatter instead would run in one thread on CubeCL, for any number of
+    /// Level by level, the indices of the values that every sum of a level adds up, among the sums
+    /// of the level before. A scatter instead would run in one thread on CubeCL, for any number of
     /// rows.
     levels: Vec<Tensor<2, Int>>,
     device: Device,
@@ -40,8 +39,8 @@ impl RowSums {
         self.levels.iter().fold(rows, |values, indices| {
             let [count, width] = indices.dims();
             // Groups of different lengths are filled up with the index of this zero.
-            let values = flat::with_zero(vec![values], &self.device);
-            let values = values.select(0, indices.clone().reshape([-1]));
+            let values = flat::with_zero(vec![values], &self.device)
+                .select(0, indices.clone().reshape([-1]));
             values.reshape([count, width]).sum_dim(1).reshape([count])
         })
     }

@@ -12,14 +12,14 @@ pub struct Stage {
 }
 
 /// Returns the stages of a plan: one for each bucket whose parameters have one owner each on any
-/// number of ranks, and one for all others, in which the ranks also count the skipped steps of all
-/// parameters.
+/// number of ranks, and one for all others. In the last one, the ranks also count the skipped steps
+/// of all parameters.
 ///
 /// With `waits_for_all`, every update depends on the gradients of all parameters, and all buckets
 /// are one stage.
 pub fn stages(plan: &Plan, waits_for_all: bool) -> Vec<Stage> {
-    let decides_alone = |index: &usize| !waits_for_all && plan.decides_alone(*index);
-    let (alone, together): (Vec<_>, Vec<_>) = (0..plan.buckets().len()).partition(decides_alone);
+    let (alone, together): (Vec<_>, Vec<_>) =
+        (0..plan.buckets().len()).partition(|index| !waits_for_all && plan.decides_alone(*index));
     let alone = alone.into_iter().map(|bucket| Stage { buckets: vec![bucket], exchanges: false });
     alone.chain([Stage { buckets: together, exchanges: true }]).collect()
 }

@@ -31,13 +31,12 @@ use super::agree_on_step::StepCalls;
 use super::buckets_in_flight::StepInProgress;
 use super::decisions::{StepControls, StepInputs};
 use super::detached_parameters::{DetachedParameters, Expected, Parts};
-use super::device_counters::Counters;
 use super::divided_model::DividedModel;
 use super::drift::{ensure_same, held_in_common};
 use super::gradient_scaling::GradientScaling;
 use super::rejected_gradients::Acceptance;
 use super::stages::Stage;
-use super::step_counts::Accounts;
+use super::step_counts::{Accounts, Counters};
 use super::traffic::Traffic;
 use crate::backend::FiniteMask;
 use crate::comm::ReduceOp;
@@ -239,10 +238,6 @@ fn agree_on_rejected(
     // Read by the host, and only with loss scaling: everything else is decided on the device.
     let overflowed = scaling.overflows(&rejected);
     let acceptance = Acceptance::new(rejected, diverged, step.flags.absent.clone());
-    let mask = |others: Option<&Tensor<1>>| {
-        let rejected = acceptance.rejected.clone();
-        FiniteMask::from_rows(others.map_or(rejected.clone(), |o| rejected.max_pair(o.clone())))
-    };
     let Counters { skipped, corrections } = &mut accounts.counters;
     // Also for a step that is skipped as a whole: the parameters whose gradients overflowed are
     // named by their counts.
@@ -251,24 +246,26 @@ fn agree_on_rejected(
         return Ok(None);
     }
     // Not in a skipped step: AdamW's moments stay as they are, and so do their corrections.
-    *corrections = correct(step.divided, corrections.clone(), mask, &accounts.others);
-    Ok(Some(acceptance.rejected))
+    let rejected = acceptance.rejected;
+    *corrections = correct(step.divided, corrections.clone(), &rejected, &accounts.others);
+    Ok(Some(rejected))
 }
 
-/// The bias corrections after a step, of every update element by element for its parameters.
-/// `mask` adds parameters to those that stay as they are.
+/// The bias corrections after a step in which the `rejected` parameters stay as they are. Each
+/// update element by element corrects its own parameters, and leaves the `others` as they are.
 fn correct(
     divided: &DividedModel,
     corrections: [Tensor<1>; 2],
-    mask: impl Fn(Option<&Tensor<1>>) -> FiniteMask,
+    rejected: &Tensor<1>,
     others: &[Tensor<1>],
 ) -> [Tensor<1>; 2] {
     let rest = &divided.routing.updates().rest;
     match others {
         // All parameters have one update.
-        [] => rest[0].correct(corrections, &mask(None)),
+        [] => rest[0].correct(corrections, &FiniteMask::from_rows(rejected.clone())),
         others => rest.iter().zip(others).fold(corrections, |corrections, (rest, others)| {
-            rest.correct(corrections, &mask(Some(others)))
+            let unchanged = rejected.clone().max_pair(others.clone());
+            rest.correct(corrections, &FiniteMask::from_rows(unchanged))
         }),
     }
 }

@@ -1,16 +1,15 @@
 //! The counts of an optimizer over its steps, for every parameter.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
-use super::device_counters::Counters;
 use super::divided_model::DividedModel;
-use super::missing_gradients::Absence;
 use super::rejected_gradients::RowSums;
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::Result;
 use crate::flat;
 use crate::muon::MuonConfig;
-use crate::update::{CountSlot, SkippedSteps};
+use crate::update::missing_gradients::Absence;
+use crate::update::{CORRECTIONS, CountSlot, SKIPPED, SkippedSteps, Slot};
 
 /// The counts of skipped steps, of diverged matrices and of steps without a gradient.
 pub struct Accounts {
@@ -96,5 +95,31 @@ impl Accounts {
     pub fn forget_diverged(&mut self) {
         let matrices = self.diverged.dims()[0];
         self.diverged = flat::zeros(matrices, DType::F32, &self.diverged.device());
+    }
+}
+
+/// The counters on the device, the same on all ranks: one value for every parameter, in the order
+/// of the plan.
+pub struct Counters {
+    /// Steps that left the parameter untouched.
+    pub skipped: Tensor<1>,
+    /// AdamW's bias corrections.
+    pub corrections: [Tensor<1>; 2],
+}
+
+/// The slots of all counters.
+pub const COUNTERS: [Slot; 3] = [SKIPPED, CORRECTIONS[0], CORRECTIONS[1]];
+
+impl Counters {
+    /// Zeros.
+    pub fn new(parameters: usize, device: &Device) -> Self {
+        let zeros = || Tensor::zeros([parameters], (device, DType::F32));
+        Self { skipped: zeros(), corrections: [zeros(), zeros()] }
+    }
+
+    /// The counters in the order of [`COUNTERS`].
+    pub fn values(&self) -> [&Tensor<1>; 3] {
+        let [first, second] = &self.corrections;
+        [&self.skipped, first, second]
     }
 }

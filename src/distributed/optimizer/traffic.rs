@@ -84,7 +84,7 @@ impl Traffic {
             return Ok(());
         }
         Err(Error::usage(
-            "the gradients of a backward pass are those of one rank's data",
+            "the gradients of a backward pass are from one rank's data",
             "gradients that are averaged over the ranks, by `Gradients::Averaged`",
             "a backward pass of the optimizer",
             "configure `Gradients::PerRank`, or pass averaged gradients to the step",

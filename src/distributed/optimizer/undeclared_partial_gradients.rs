@@ -32,16 +32,16 @@ pub struct ComparedGradients {
 }
 
 impl ComparedGradients {
-    /// Compares gradients on the ranks of every model axis: those of parameters that are neither
-    /// cut nor partial along the axis, and that the step reduces. Each is compared in the first
+    /// Compares gradients on the ranks of every model axis, as far as the step reduces them and
+    /// their parameters are neither cut nor partial along the axis. Each is compared in the first
     /// step in which it is neither zero nor infinite.
     pub fn compare(&mut self, gradients: &FlatTensors, divided: &DividedModel) -> Result<()> {
         if self.steps == STEPS {
             return Ok(());
         }
         self.steps += 1;
-        let axes = divided.layout.mesh().axes().iter();
-        let mut axes = axes.filter(|axis| axis.is_model() && axis.size() > 1);
+        let mut axes =
+            divided.layout.mesh().axes().iter().filter(|axis| axis.is_model() && axis.size() > 1);
         axes.try_for_each(|axis| self.compare_along(axis, gradients, divided))
     }
 
@@ -52,13 +52,14 @@ impl ComparedGradients {
         divided: &DividedModel,
     ) -> Result<()> {
         let group = divided.layout.mesh().group(axis.name()).expect("an axis of the mesh");
-        let is_compared = |index: &usize| {
-            let parameter = divided.of_model(*index);
-            !parameter.placement.reduces_in_backward()
-                && !divided.cuts.differs_along(&parameter.path, axis.name())
-                && !self.compared.contains(&(axis.name().to_owned(), *index))
-        };
-        let compared: Vec<usize> = (0..divided.trainable.len()).filter(is_compared).collect();
+        let compared: Vec<usize> = (0..divided.trainable.len())
+            .filter(|index| {
+                let parameter = divided.of_model(*index);
+                !parameter.placement.reduces_in_backward()
+                    && !divided.cuts.differs_along(&parameter.path, axis.name())
+                    && !self.compared.contains(&(axis.name().to_owned(), *index))
+            })
+            .collect();
         if compared.is_empty() {
             return Ok(());
         }

@@ -352,12 +352,11 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
                 BucketKind::Elements if placement.reduces_in_backward() => 0,
                 _ => config.bucket_bytes,
             };
-            let contents = |mut parameters: Vec<usize>| {
+            buckets.extend(cut(&indices, parameters, bytes).into_iter().map(|mut parameters| {
                 // In any order of the buckets, matrices of one shape are a batch.
                 by_size(&mut parameters);
                 BucketContents { kind, dtype, placement, parameters }
-            };
-            buckets.extend(cut(&indices, parameters, bytes).into_iter().map(contents));
+            }));
         }
     }
     buckets

@@ -146,8 +146,8 @@ impl From<Vec<CostEntry>> for Costs {
 impl From<Costs> for Vec<CostEntry> {
     fn from(costs: Costs) -> Self {
         let Costs { matrices, whole } = costs;
-        let matrices = matrices.into_iter();
-        let matrices = matrices.map(|(shape, cost)| CostEntry::Matrices { shape, cost });
+        let matrices =
+            matrices.into_iter().map(|(shape, cost)| CostEntry::Matrices { shape, cost });
         let whole = whole.into_iter();
         matrices
             .chain(whole.map(|(parameter, cost)| CostEntry::Whole { parameter, cost }))

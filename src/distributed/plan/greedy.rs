@@ -38,14 +38,13 @@ fn longest_first(classes: &[Class], world_size: usize, chunk_cost: f64) -> Assig
     let mut assignment = vec![vec![0; classes.len()]; world_size];
     let mut loads = vec![0.0; world_size];
     for (class, size) in chunks(classes, chunk_cost) {
-        let allowed = |rank: &usize| classes[class].allows(*rank);
         let load_with_chunk = |rank: usize| {
             let cost = classes[class].cost;
             let count = assignment[rank][class];
             loads[rank] + cost.batch(count + size) - cost.batch(count)
         };
         let rank = (0..world_size)
-            .filter(allowed)
+            .filter(|rank| classes[class].allows(*rank))
             // The first of several: the plan must not depend on anything but its arguments.
             .min_by(|&a, &b| load_with_chunk(a).total_cmp(&load_with_chunk(b)))
             .expect("every matrix may have an owner");

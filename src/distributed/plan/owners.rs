@@ -147,8 +147,8 @@ fn classes(
 /// has work for the largest number of ranks.
 fn assign(classes: &[Class], assignment: &Assignment) -> impl Iterator<Item = (Matrix, usize)> {
     classes.iter().enumerate().flat_map(move |(index, class)| {
-        let ranks =
-            move |turn| (0..assignment.len()).filter(move |&rank| assignment[rank][index] > turn);
-        class.matrices.iter().copied().zip((0..class.matrices.len()).flat_map(ranks))
+        class.matrices.iter().copied().zip((0..class.matrices.len()).flat_map(move |turn| {
+            (0..assignment.len()).filter(move |&rank| assignment[rank][index] > turn)
+        }))
     })
 }

@@ -64,9 +64,8 @@ pub struct Report {
 
 impl Report {
     pub(super) fn new(plan: &Plan, costs: &Costs) -> Self {
-        let is_matrix = |index: &usize| plan.parameters()[*index].matrices() > 0;
         let owners: Vec<usize> = (0..plan.parameters().len())
-            .filter(is_matrix)
+            .filter(|index| plan.parameters()[*index].matrices() > 0)
             .flat_map(|parameter| plan.owners()[parameter].iter().copied())
             .collect();
         let matrices = |rank| owners.iter().filter(|&&owner| owner == rank).count();

@@ -83,10 +83,9 @@ impl Slices {
         let of_slice = |ranges: &Ranges| {
             let all = merged(&ranges[..leading], &self.shape[..leading]);
             let of_row = ranges.get(leading).cloned().unwrap_or_else(|| single(0..1));
-            let of_rank = move |rank| {
+            (0..ranks).map(move |rank| {
                 vec![select(&all, flat::share(extent(&all), rank, ranks)), of_row.clone()]
-            };
-            (0..ranks).map(of_rank)
+            })
         };
         let slices = self.slices.iter().flat_map(of_slice).collect();
         let axes = [&self.axes[..], &[axis.to_owned()]].concat();
@@ -133,8 +132,9 @@ impl Slices {
 
     /// Returns the number of elements that come before a slice in what is gathered for a use.
     pub fn before_in_use(&self, slice: usize) -> usize {
-        let elements = |slice| self.shape(slice).iter().product::<usize>();
-        (slice - slice % self.gathered..slice).map(elements).sum()
+        (slice - slice % self.gathered..slice)
+            .map(|slice| self.shape(slice).iter().product::<usize>())
+            .sum()
     }
 
     /// Returns the ranges of the whole that a slice has along a dimension, in ascending order.
@@ -240,8 +240,7 @@ impl Slice {
 
     /// The numbers of elements of all slices.
     pub fn counts(&self) -> Vec<usize> {
-        let elements = |slice| self.slices.shape(slice).iter().product();
-        (0..self.slices.count()).map(elements).collect()
+        (0..self.slices.count()).map(|slice| self.slices.shape(slice).iter().product()).collect()
     }
 
     /// The whole from all slices one after the other, flat.

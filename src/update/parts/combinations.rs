@@ -63,8 +63,9 @@ pub(crate) fn check(
 /// The first part of a kind that is listed before: both would store their state under one name.
 fn first_repeated(parts: &[Part]) -> Option<&Part> {
     let kind = |part: &Part| std::mem::discriminant(part);
-    let repeated = |index: &usize| parts[..*index].iter().any(|p| kind(p) == kind(&parts[*index]));
-    (0..parts.len()).find(repeated).map(|index| &parts[index])
+    (0..parts.len())
+        .find(|index| parts[..*index].iter().any(|p| kind(p) == kind(&parts[*index])))
+        .map(|index| &parts[index])
 }
 
 /// The first part that only scales every matrix, and the next part after the iteration, if that

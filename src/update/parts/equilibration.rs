@@ -7,8 +7,8 @@ use super::super::state::Slots;
 use super::{Behaviour, Context, Part, Stage, by_largest};
 
 /// Least norm of a line that is scaled up, over the largest magnitude of the matrix: the squares of
-/// its elements are normal numbers in float32. nanochat has 1e-6 whatever the size of the matrix,
-/// so that a clip of the gradients could end the equilibration.
+/// its elements are normal numbers in float32. nanochat has 1e-6 for matrices of any size, so that
+/// a clip of the gradients could end the equilibration.
 const LEAST_NORM: f64 = 1e-15;
 
 /// Scales every row to the root mean square of the row norms before the iteration, as in

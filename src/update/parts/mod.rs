@@ -198,8 +198,8 @@ pub(super) struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Advances a slot of float32 or float64 values: the new values from the old ones. Those of
-    /// masked matrices stay as they are.
+    /// Advances a slot of float32 or float64 values: the new values from the old ones. Masked
+    /// matrices keep theirs.
     fn advance(
         &self,
         state: &mut Slots,

@@ -14,9 +14,9 @@ pub(super) const SECOND_MOMENT: &str = "gradient_norm";
 pub(super) const WEIGHT: &str = "gradient_norm_weight";
 
 /// Scales the result of the iteration by `|U| / (sqrt(v) + epsilon)`, where `U` is what was
-/// orthogonalised and `v` the moving average of the squared norm of the gradients: the update
-/// shrinks where gradients contradict each other (NAMO, in the form of
-/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>).
+/// orthogonalised and `v` the moving average of the squared norm of the gradients. The update
+/// shrinks where gradients contradict each other. This is NAMO, in the form of
+/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>.
 ///
 /// The second moment is one value for every matrix, which starts at zero. Its root is stored, in
 /// float32 (float64 for float64 parameters), since squares of large gradients are infinite.

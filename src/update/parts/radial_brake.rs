@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 /// Norms and changes of norms below this are zero: `eps` of the source.
 const LEAST_NORM: f64 = 1e-15;
 
-/// Keeps a fraction of the change that a step makes of the Frobenius norm of a matrix: the matrix
+/// Keeps a fraction of the change that a step makes of the Frobenius norm of a matrix. The matrix
 /// is scaled to the norm `|P| + s (|P'| - |P|)`, where `P` is the matrix before the step and `P'`
-/// after it (<https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, `RadialBrakeHook`, read in
-/// November 2026).
+/// after it. The source is `RadialBrakeHook` of
+/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, read in November 2026.
 ///
 /// Weight decay is part of the step, and its change of the norm is braked as well. The source
 /// measures the first norm after decay. Without weight decay, both are the same.
@@ -74,8 +74,8 @@ impl Behaviour for RadialBrake {
             change.clone().greater_equal_elem(LEAST_NORM),
             change.clone().lower_equal_elem(-LEAST_NORM),
         );
-        let kept = change.zeros_like().mask_fill(grows, self.outward);
-        let kept = kept.mask_fill(shrinks, self.inward);
+        let kept =
+            change.zeros_like().mask_fill(grows, self.outward).mask_fill(shrinks, self.inward);
         // A matrix whose new norm is zero stays zero.
         let factor = (old + kept * change) / new.clone().clamp_min(LEAST_NORM);
         x * factor.mask_fill(new.equal_elem(0.0), 0.0)

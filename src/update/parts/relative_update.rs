@@ -22,8 +22,8 @@ pub enum RelativeTo {
     Outputs,
 }
 
-/// Keeps the ratio of an update to its parameter between a least and a largest value: the update
-/// `U`, with the scale of the learning rate but without the rate itself, is multiplied by
+/// Keeps the ratio of an update to its parameter between a least and a largest value. The update
+/// `U` has the scale of the learning rate, but not the rate itself. It is multiplied by
 /// `min(max(1, least |P| / |U|), most |P| / |U|)`, where `P` is the parameter before the step. The
 /// learning rate times the ratio then is the relative change of a step.
 ///

@@ -191,7 +191,11 @@ pub fn slices<M: Module>(
     slices.gradients
 }
 
-fn product<const D: usize>(param: &Param<Tensor<D>>, gradients: &mut GradientsParams) -> Tensor<1> {
+/// The sum of the products of a parameter with its gradient.
+pub fn product<const D: usize>(
+    param: &Param<Tensor<D>>,
+    gradients: &mut GradientsParams,
+) -> Tensor<1> {
     let gradient = gradients.remove::<D>(param.id).expect("every parameter has a gradient");
     (param.val() * Tensor::from_inner(gradient)).sum()
 }

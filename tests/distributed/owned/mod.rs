@@ -62,7 +62,7 @@ use balancing::{
     every_balancing_of_divided_parameters_trains_as_one_rank,
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
     loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
-    neighbouring_matrices_have_owners_on_different_nodes,
+    neighbouring_matrices_have_owners_in_node_order,
     owners_of_a_divided_model_are_those_of_its_balancing,
 };
 use identities::{
@@ -130,7 +130,7 @@ pub const IN_PROCESS: &[Case] = cases![
     places_of_frozen_parameters_are_checked,
     loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
     owners_of_a_divided_model_are_those_of_its_balancing,
-    neighbouring_matrices_have_owners_on_different_nodes,
+    neighbouring_matrices_have_owners_in_node_order,
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
     a_table_of_owners_that_are_chosen_together_waits_for_the_division,
     a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,

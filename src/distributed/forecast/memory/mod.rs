@@ -16,7 +16,7 @@ use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
 use crate::distributed::optimizer::{bytes_of_parameter, costs, ensure_exchangeable, plan};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::distributed::trainable::{self, ModelParameter, Trainable, UpdateKind};
+use crate::distributed::trainable::{self, Trainable, UpdateKind};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Found};
 use crate::routing::Routing;
@@ -124,9 +124,9 @@ impl DistMuonConfig {
     /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
     /// The tensors of the model, its gradients and the optimizer count, as in
-    /// [`MemoryReport`](crate::distributed::MemoryReport), and the messages of an engine that sends
-    /// and receives in memory of its own, as MPI and NCCL do; among threads, a message that is
-    /// received takes none. Activations and the intermediate results of an update
+    /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
+    /// which sends and receives in memory of its own, as MPI and NCCL do. Among threads, a message
+    /// that is received takes none. Activations and the intermediate results of an update
     /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)) do not count. Gradients are
     /// taken to be float32 with [`GradDtype::Float32`], and otherwise of their parameter's type.
     /// Parameters that are not initialised have the default type of their device.
@@ -264,10 +264,11 @@ impl<'a> PlannedRank<'a> {
     fn gradients(&self) -> usize {
         let in_step =
             self.trainable.model.iter().filter(|known| !known.placement.reduces_in_backward());
-        let bytes = |known: &ModelParameter| {
-            known.shape.iter().product::<usize>() * self.gradient_dtype(known.dtype).size()
-        };
-        in_step.map(bytes).sum()
+        in_step
+            .map(|known| {
+                known.shape.iter().product::<usize>() * self.gradient_dtype(known.dtype).size()
+            })
+            .sum()
     }
 
     /// The type in which a step is given the gradients of parameters of a type.
@@ -282,8 +283,8 @@ impl<'a> PlannedRank<'a> {
     fn states(&self, bucket: &Bucket, rank: usize) -> [usize; 2] {
         let updates = self.routing.updates();
         let of = |slots: Vec<Slot>, batch: [usize; 3]| {
-            let is_master = |slot: &Slot| [MASTER, MANTISSA].contains(&slot.name);
-            let (masters, states): (Vec<Slot>, Vec<Slot>) = slots.into_iter().partition(is_master);
+            let (masters, states): (Vec<Slot>, Vec<Slot>) =
+                slots.into_iter().partition(|slot| [MASTER, MANTISSA].contains(&slot.name));
             [states, masters].map(|slots| -> usize {
                 slots.iter().map(|slot| slot.bytes(batch, bucket.dtype)).sum()
             })

@@ -264,8 +264,8 @@ impl<'a> StepMemory<'a> {
             (parameter.shard_count() + parameter.part_count()) * parameter.dtype.size()
         };
         let messages = passes.in_messages(replicated.map(|parameter| parameter.index)).into_iter();
-        let parts = messages.map(|message| message.into_iter().map(bytes).sum());
-        let mut parts: Vec<usize> = parts.collect();
+        let mut parts: Vec<usize> =
+            messages.map(|message| message.into_iter().map(bytes).sum()).collect();
         // The largest at once: the order of the model may bring them together.
         parts.sort_unstable();
         // As many as a step publishes at once.

@@ -52,8 +52,9 @@ impl<'a> Step<'a> {
     /// The seconds of computation of the busiest rank.
     pub fn compute(&self) -> f64 {
         let buckets = self.plan.buckets().len();
-        let busy = |rank| (0..buckets).map(|bucket| self.update(bucket, rank)).sum();
-        (0..self.plan.world_size()).map(busy).fold(0.0, f64::max)
+        (0..self.plan.world_size())
+            .map(|rank| (0..buckets).map(|bucket| self.update(bucket, rank)).sum())
+            .fold(0.0, f64::max)
     }
 
     /// The times at which the gradients of buckets are reduced and assembled. Replicated parameters
@@ -130,11 +131,10 @@ fn to_assemble(bucket: &Bucket) -> usize {
 fn assembled(plan: &Plan, bucket: &Bucket) -> usize {
     let of_run = |rank: usize, run: &Run| {
         let slices = plan.parameters()[run.parameter].slices.as_ref();
-        let of_others = |slices: &Slices| {
+        slices.map_or(0, |slices| {
             let held = slices.range(rank % slices.count(), &run.elements);
             run.elements.len() - held.len()
-        };
-        slices.map_or(0, of_others)
+        })
     };
     (0..plan.world_size())
         .flat_map(|rank| bucket.runs(rank).into_iter().map(move |run| of_run(rank, &run)))

@@ -1,11 +1,10 @@
-//! The end of a pass: its last calls, and the comparison with those of other ranks.
+//! The end of a pass: its last calls, and the comparison with the calls of other ranks.
 
 use std::sync::PoisonError;
 
 use super::reduce_gradients::{MeanGradient, mean_of};
 use super::state::{LeafUses, PassState, UsesOfRanks};
 use super::{Passes, SharingGroup};
-use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
@@ -23,12 +22,8 @@ impl Passes {
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
         self.exchange_uses(&mut state, Some(model))?;
-        let of_ranks = state.of_ranks.clone();
-        let is_on_ranks = |parameter: &PassParameter, is: fn(&UsesOfRanks) -> bool| {
-            of_ranks.as_ref().is_some_and(|of_ranks| is(&of_ranks[parameter.index]))
-        };
         for parameter in &self.parameters {
-            if is_on_ranks(parameter, |uses| uses.are_partial) {
+            if state.is_partial(parameter.index) {
                 self.attempt(&mut state, |state| {
                     self.start_reducing_partial(state, parameter, model)
                 });
@@ -41,6 +36,8 @@ impl Passes {
                 self.attempt(&mut state, |state| self.start_reducing(state, parameter, leaf));
             }
         }
+        // Before the pass ends, which forgets them.
+        let of_ranks = state.of_ranks.clone();
         // Before the means are read: the last reductions have landed then, and the ranks have
         // compared their calls.
         self.end_pass(&mut state)?;
@@ -50,7 +47,8 @@ impl Passes {
             // A zero from ranks without a batch, or of a clone's values, is no gradient: the
             // parameter would be moved by its momentum and decay. A use before another backward
             // pass is no use in this one, and has a gradient.
-            let is_zero = is_on_ranks(parameter, |uses| uses.are_in_pass && !uses.count);
+            let has_none = |uses: &UsesOfRanks| uses.are_in_pass && !uses.count;
+            let is_zero = of_ranks.as_ref().is_some_and(|all| has_none(&all[parameter.index]));
             (!is_zero || mean.is_err()).then_some(mean)
         });
         let means: Result<Vec<MeanGradient>> = means.collect();
@@ -125,16 +123,15 @@ impl Passes {
         if self.parameters.is_empty() {
             return Ok(());
         }
-        let described = |event: Option<Event>| match event {
-            Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
-            Some(Event::Reduce(index)) => {
-                format!("had a gradient of `{}`", self.parameters[index].path)
-            }
-            None => "ended its pass".to_owned(),
-        };
         let rank = self.groups.world.rank();
         let difference = |first: &Events, local: &Events| {
-            let [first, local] = first.difference(local)?.map(described);
+            let [first, local] = first.difference(local)?.map(|event| match event {
+                Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
+                Some(Event::Reduce(index)) => {
+                    format!("had a gradient of `{}`", self.parameters[index].path)
+                }
+                None => "ended its pass".to_owned(),
+            });
             Some(format!("rank {rank} {local} where another rank {first}"))
         };
         let groups = self.groups.by_axes.values();

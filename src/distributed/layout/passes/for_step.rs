@@ -8,6 +8,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 
 use super::Passes;
+use super::reduce_gradients::has_gradient;
+use super::state::{LeafUses, Values};
 use crate::distributed::layout::PassParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_if_trained};
@@ -35,13 +37,28 @@ impl Passes {
             ));
         }
         self.ensure_alive()?;
-        if let Some(parameter) = self.uncollected() {
+        let state = self.state();
+        let mut parameters = self.parameters.iter();
+        let uncollected = parameters.find(|p| state.has_left(p.index, LeafUses::has_gradient));
+        if let Some(parameter) = uncollected {
             let reason = "its gradient was not collected from the ranks";
             let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
             return Err(Error::parameter(&parameter.path, rank, reason, remedy));
         }
+        drop(state);
         self.forget_parts();
         Ok(())
+    }
+
+    /// Forgets the parts that were used, so that a step has the only reference to them.
+    pub fn forget_parts(&self) {
+        for uses in &mut self.state().uses {
+            uses.part = None;
+            uses.in_pass.clear();
+            // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
+            // that was frozen just before a step shares its buffers with the step's parts.
+            uses.evaluated.take_if(|part| matches!(part.values, Values::Version(_)));
+        }
     }
 
     /// Fails for a gradient that the backward pass has returned for another model than the step's.
@@ -50,7 +67,13 @@ impl Passes {
     ///
     /// [`Error::Parameter`] for such a gradient among those that the step has left over.
     pub fn ensure_taken(&self, left_over: &GradientsParams, rank: usize) -> Result<()> {
-        match self.among(left_over) {
+        let state = self.state();
+        // Under the identity under which it was returned.
+        let is_left_over = |parameter: &&Arc<PassParameter>| {
+            let id = state.uses[parameter.index].returned;
+            id.is_some_and(|id| has_gradient(left_over, id, parameter))
+        };
+        match self.parameters.iter().find(is_left_over) {
             Some(parameter) => {
                 let reason = "its gradient was taken for a model with other identities";
                 let remedy = "load or replace parameters before `Layout::backward`, and step the \

@@ -12,8 +12,13 @@ use crate::distributed::plan::Counts;
 use crate::error::Result;
 use crate::flat;
 
-/// A part to be gathered, and its values: `None` if they have no identity before their first use.
-type LastPart = (Option<Values>, Tensor<1>);
+/// This rank's part of a parameter that is to be gathered.
+struct PartToGather {
+    index: usize,
+    /// `None` if the values have no identity before their first use.
+    values: Option<Values>,
+    tensor: Tensor<1>,
+}
 
 /// The kind of a pass, of which the parts are known that were used last.
 #[derive(Clone, Copy, PartialEq)]
@@ -42,8 +47,8 @@ impl Passes {
         })
     }
 
-    /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
-    /// of the pass before: those of a model with new values are not known yet.
+    /// The whole for a pass without a gradient. The next ones are only gathered if the pass before
+    /// has used the same part: the parts of a model with new values are not known yet.
     pub(super) fn gather_evaluated(
         &self,
         parameter: &PassParameter,
@@ -128,22 +133,24 @@ impl Passes {
             }
             None => {}
         }
-        self.start_gathering(state, vec![(parameter.index, (Some(values), tensor))])
+        let part = PartToGather { index: parameter.index, values: Some(values), tensor };
+        self.start_gathering(state, vec![part])
     }
 
     /// Starts to gather parameters in one message.
-    fn start_gathering(&self, state: &mut PassState, parts: Vec<(usize, LastPart)>) -> Result<()> {
-        let indices: Vec<usize> = parts.iter().map(|(index, _)| *index).collect();
+    fn start_gathering(&self, state: &mut PassState, parts: Vec<PartToGather>) -> Result<()> {
+        let indices: Vec<usize> = parts.iter().map(|part| part.index).collect();
         let first = &self.parameters[indices[0]];
         let message = self.message(&indices, PassParameter::part_counts);
         // Without the element that stands for an empty part: the counts say how many each rank
         // sends.
-        let sent = parts.iter().map(|(index, (_, part))| self.parameters[*index].sent(part));
-        let sent = flat::concat(sent.collect(), first.dtype, &parts[0].1.1.device());
+        let sent = parts.iter().map(|part| self.parameters[part.index].sent(&part.tensor));
+        let sent = flat::concat(sent.collect(), first.dtype, &parts[0].tensor.device());
         let sharing = self.groups.of(first).sharing.comm();
-        let pending = sharing.all_gather(sent, &message.totals());
-        let pending = pending.map_err(|error| self.in_action(GATHERING, &indices, error))?;
-        for (index, (part, _)) in parts {
+        let pending = sharing
+            .all_gather(sent, &message.totals())
+            .map_err(|error| self.in_action(GATHERING, &indices, error))?;
+        for PartToGather { index, values: part, .. } in parts {
             state.events.push(Event::Gather(index));
             state.bytes.ahead += self.parameters[index].bytes();
             // Set at the start: a second use before it arrives finds it and makes no second call.
@@ -177,12 +184,11 @@ impl Passes {
                 return Ok(());
             }
             for message in self.in_messages(indices) {
-                let mut parts = vec![];
-                for index in message {
-                    let part = self.last_part(state, index, purpose)?;
-                    parts.push((index, part.expect("the parts of a message are known")));
-                }
-                self.start_gathering(state, parts)?;
+                let parts: Result<Vec<_>> = message
+                    .into_iter()
+                    .map(|index| self.last_part(state, index, purpose))
+                    .collect();
+                self.start_gathering(state, parts?)?;
             }
             rest = after;
         }
@@ -213,17 +219,20 @@ impl Passes {
         (indices, &[])
     }
 
-    /// The part of a parameter that a pass of a kind will most likely use.
+    /// The part of a parameter that a pass of a kind will most likely use, which is
+    /// [known](PassState::knows_part).
     fn last_part(
         &self,
         state: &mut PassState,
         index: usize,
         purpose: Purpose,
-    ) -> Result<Option<LastPart>> {
+    ) -> Result<PartToGather> {
         if purpose == Purpose::Training {
             self.land_publication(state, &self.parameters[index])?;
         }
-        Ok(state.arrived_part(index, purpose).map(|(values, part)| (values, part.clone())))
+        let arrived = state.arrived_part(index, purpose);
+        let (values, tensor) = arrived.expect("the part is known, and has arrived");
+        Ok(PartToGather { index, values, tensor: tensor.clone() })
     }
 }
 
@@ -232,14 +241,15 @@ impl PassState {
     /// One that was not used yet is known only at its use.
     fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<(Option<Values>, &Tensor<1>)> {
         let Uses { part, published, evaluated, .. } = &self.uses[index];
-        let used = match purpose {
-            Purpose::Training => part,
-            Purpose::Evaluation => evaluated,
+        let (used, published) = match purpose {
+            Purpose::Training => (part, published.as_ref()),
+            Purpose::Evaluation => (evaluated, None),
         };
         // The part of this pass before the last step's: an older model may be in use.
-        let published = published.as_ref().filter(|_| purpose == Purpose::Training);
-        let used = used.as_ref().map(|part| (Some(part.values), &part.tensor));
-        used.or(published.map(|part| (None, part)))
+        match used {
+            Some(OwnedPart { values, tensor }) => Some((Some(*values), tensor)),
+            None => Some((None, published?)),
+        }
     }
 
     /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on

@@ -67,11 +67,12 @@ impl Message {
             return vec![part];
         }
         let mut start = 0;
-        let tensor = |count: usize| {
-            start += count;
-            flat::slice(&part, start - count..start)
-        };
-        self.of_rank(rank).map(tensor).collect()
+        self.of_rank(rank)
+            .map(|count| {
+                start += count;
+                flat::slice(&part, start - count..start)
+            })
+            .collect()
     }
 
     /// A tensor with the parts of all ranks one after the other, from the buffer. It does not keep
@@ -87,12 +88,13 @@ impl Message {
     /// The first positions in the buffer of all ranks' parts of a tensor.
     pub fn starts(&self, tensor: usize) -> Vec<usize> {
         let mut end = 0;
-        let start = |rank: usize| {
-            let start = end + self.of_rank(rank).take(tensor).sum::<usize>();
-            end += self.of_rank(rank).sum::<usize>();
-            start
-        };
-        (0..self.counts[0].len()).map(start).collect()
+        (0..self.counts[0].len())
+            .map(|rank| {
+                let start = end + self.of_rank(rank).take(tensor).sum::<usize>();
+                end += self.of_rank(rank).sum::<usize>();
+                start
+            })
+            .collect()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{OwnedPart, PassState, Publishing, Uses, Values};
+use super::state::{OwnedPart, PassState, Publishing, Values};
 use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
@@ -67,8 +67,7 @@ impl Passes {
             Publishing::Here(parts) => return Ok(parts),
             Publishing::Sent { of, message, pending } => (of, message, pending),
         };
-        let buffer = pending.wait();
-        let buffer = buffer.map_err(|error| self.in_action(PUBLISHING, &of, error))?;
+        let buffer = pending.wait().map_err(|error| self.in_action(PUBLISHING, &of, error))?;
         let device = buffer.device();
         let part = |(position, index): (usize, usize)| {
             (index, self.part_or_element(index, &device, || message.unpack(&buffer, position)))
@@ -97,9 +96,9 @@ impl Passes {
             self.land_publication(state, parameter)?;
             Ok(state.uses[parameter.index].published.clone())
         });
-        let nan =
-            || Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype));
-        part.flatten().unwrap_or_else(nan)
+        part.flatten().unwrap_or_else(|| {
+            Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype))
+        })
     }
 
     /// Waits for the part of a parameter, if it is on its way, and for those before it.
@@ -131,18 +130,6 @@ impl Passes {
             }
         }
         Ok(())
-    }
-
-    /// Forgets the parts that were used, so that a step has the only reference to them.
-    pub fn forget_parts(&self) {
-        let forget = |uses: &mut Uses| {
-            uses.part = None;
-            uses.in_pass.clear();
-            // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
-            // that was frozen just before a step shares its buffers with the step's parts.
-            uses.evaluated.take_if(|part| matches!(part.values, Values::Version(_)));
-        };
-        self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.

@@ -9,7 +9,7 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::state::{Flight, Gradient, LeafUses, PassState, Reduction, Uses, added};
+use super::state::{Flight, Gradient, GradientOf, LeafUses, PassState, Reduction, Uses, added};
 use super::{Passes, REDUCING, SharingGroup};
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
@@ -78,8 +78,8 @@ impl Passes {
         if state.waiting_bytes() + bytes > of_bucket {
             self.send_buckets(state)?;
         }
-        let gradient = Gradient { index: parameter.index, leaf, parts, bytes };
-        self.add_to_bucket(state, gradient);
+        let of = GradientOf { index: parameter.index, leaf };
+        self.add_to_bucket(state, Gradient { of, parts, bytes });
         state.observe();
         // Not with the next gradient only: a large one is on its way at once.
         match state.waiting_bytes() >= of_bucket {
@@ -90,8 +90,9 @@ impl Passes {
 
     /// Adds a gradient to the bucket of its type and of the axes along which its parameter is cut.
     fn add_to_bucket(&self, state: &mut PassState, gradient: Gradient) {
-        let kind =
-            |gradient: &Gradient| (self.parameters[gradient.index].axes(), gradient.parts.dtype());
+        let kind = |Gradient { of, parts, .. }: &Gradient| {
+            (self.parameters[of.index].axes(), parts.dtype())
+        };
         match state.buckets.iter_mut().find(|bucket| kind(&bucket[0]) == kind(&gradient)) {
             Some(bucket) => bucket.push(gradient),
             None => state.buckets.push_back(vec![gradient]),
@@ -117,11 +118,8 @@ impl Passes {
     /// Starts the sum of gradients among the ranks with the same slice. Sums among the replicas of
     /// a part follow when it lands.
     fn send_bucket(&self, state: &mut PassState, bucket: Vec<Gradient>) -> Result<()> {
-        let bucket = bucket.into_iter().map(|gradient| {
-            let Gradient { index, leaf, parts, .. } = gradient;
-            ((index, leaf), parts)
-        });
-        let (of, parts): (Vec<(usize, u64)>, Vec<Tensor<1>>) = bucket.unzip();
+        let (of, parts): (Vec<GradientOf>, Vec<Tensor<1>>) =
+            bucket.into_iter().map(|gradient| (gradient.of, gradient.parts)).unzip();
         let indices = indices(&of);
         let sharing = self.groups.of(&self.parameters[indices[0]]).sharing.comm();
         if sharing.size() == 1 {
@@ -134,8 +132,9 @@ impl Passes {
             return self.sum_among_replicas(state, of, sums.collect());
         }
         let message = self.message(&indices, PassParameter::part_counts);
-        let pending = sharing.reduce_scatter_f32(message.pack(parts), &message.totals());
-        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        let pending = sharing
+            .reduce_scatter_f32(message.pack(parts), &message.totals())
+            .map_err(|error| self.in_action(REDUCING, &indices, error))?;
         // After the call was accepted: a failed start is not a call that other ranks have to match.
         indices.into_iter().for_each(|index| state.events.push(Event::Reduce(index)));
         state.fly(Reduction { of, message, among_replicas: false, pending });
@@ -147,7 +146,7 @@ impl Passes {
     fn sum_among_replicas(
         &self,
         state: &mut PassState,
-        of: Vec<(usize, u64)>,
+        of: Vec<GradientOf>,
         sums: Vec<Tensor<1>>,
     ) -> Result<()> {
         let indices = indices(&of);
@@ -157,8 +156,9 @@ impl Passes {
             return Ok(());
         }
         let message = self.message(&indices, PassParameter::shard_counts);
-        let pending = replicas.reduce_scatter_f32(message.pack(sums), &message.totals());
-        let pending = pending.map_err(|error| self.in_action(REDUCING, &indices, error))?;
+        let pending = replicas
+            .reduce_scatter_f32(message.pack(sums), &message.totals())
+            .map_err(|error| self.in_action(REDUCING, &indices, error))?;
         // At the end of the queue, as on all ranks: the second stage is a call like any other.
         state.fly(Reduction { of, message, among_replicas: true, pending });
         Ok(())
@@ -182,7 +182,9 @@ impl Passes {
         self.sum_among_replicas(state, of, message.split(sum, sharing.rank()))
     }
 
-    fn keep_mean(&self, state: &mut PassState, (index, leaf): (usize, u64), sum: Tensor<1>) {
+    /// Keeps this rank's shard of a mean until the pass ends.
+    fn keep_mean(&self, state: &mut PassState, of: GradientOf, sum: Tensor<1>) {
+        let GradientOf { index, leaf } = of;
         // By all ranks, also where a sum was taken in two stages.
         let mean = sum.div_scalar(self.parameters[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
@@ -215,32 +217,11 @@ impl Passes {
         state.observe();
         self.end_pass(&mut state)
     }
-
-    /// Returns the first parameter whose gradient was not collected.
-    pub fn uncollected(&self) -> Option<&PassParameter> {
-        let state = self.state();
-        let has_gradient = |parameter: &&Arc<PassParameter>| {
-            let mut leaves = state.uses[parameter.index].leaves.iter();
-            leaves.any(LeafUses::has_gradient) || state.is_reducing(parameter.index)
-        };
-        self.parameters.iter().find(has_gradient).map(|parameter| &**parameter)
-    }
-
-    /// Returns the first parameter whose gradient is among some under the identity under which it
-    /// was returned.
-    pub fn among(&self, gradients: &GradientsParams) -> Option<&PassParameter> {
-        let state = self.state();
-        let is_among = |parameter: &&Arc<PassParameter>| {
-            let id = state.uses[parameter.index].returned;
-            id.is_some_and(|id| has_gradient(gradients, id, parameter))
-        };
-        self.parameters.iter().find(is_among).map(|parameter| &**parameter)
-    }
 }
 
 /// The parameters of gradients.
-fn indices(of: &[(usize, u64)]) -> Vec<usize> {
-    of.iter().map(|(index, _)| *index).collect()
+fn indices(of: &[GradientOf]) -> Vec<usize> {
+    of.iter().map(|of| of.index).collect()
 }
 
 /// This rank's shard of the mean of a parameter's gradient over ranks.
@@ -283,7 +264,11 @@ impl MeanGradient {
 }
 
 /// Returns `true` if a parameter's gradient is registered under an identity.
-fn has_gradient(gradients: &GradientsParams, id: ParamId, parameter: &PassParameter) -> bool {
+pub(super) fn has_gradient(
+    gradients: &GradientsParams,
+    id: ParamId,
+    parameter: &PassParameter,
+) -> bool {
     fn has<const D: usize>(gradients: &GradientsParams, id: ParamId) -> bool {
         gradients.get::<D>(id).is_some()
     }

@@ -27,8 +27,7 @@ pub enum Flight {
 /// Gradients that are summed up in one message.
 #[derive(Debug)]
 pub struct Reduction {
-    /// The parameters, and the values whose gradients they are.
-    pub of: Vec<(usize, u64)>,
+    pub of: Vec<GradientOf>,
     pub message: Message,
     /// `true` for the sum among replicas of the sums of ranks that share the parameters.
     pub among_replicas: bool,
@@ -62,11 +61,17 @@ impl Publishing {
     }
 }
 
+/// The parameter of a gradient, and the value that it is of: the model's, or a clone's.
+#[derive(Debug, Clone, Copy)]
+pub struct GradientOf {
+    pub index: usize,
+    pub leaf: u64,
+}
+
 /// The gradient of a value that is to be reduced.
 #[derive(Debug)]
 pub struct Gradient {
-    pub index: usize,
-    pub leaf: u64,
+    pub of: GradientOf,
     /// The elements in the order of their owners.
     pub parts: Tensor<1>,
     /// Bytes of the largest slice, the same on all ranks.
@@ -210,15 +215,15 @@ pub struct Uses {
     pub in_pass: Vec<OwnedPart>,
     /// The wholes of these parts for a backward pass, if others do not use them.
     pub kept: Vec<(Values, Tensor<1>)>,
-    /// The uses of each of its values, in the order of their first uses: of the model's, and of
-    /// those of clones with other values.
+    /// The uses of each of its values, in the order of their first uses: of the model's values, and
+    /// of clones with other values.
     pub leaves: Vec<LeafUses>,
     /// The identity under which its last gradient was returned.
     pub returned: Option<ParamId>,
 }
 
 /// The uses of one value of a parameter in a pass. Burn has a gradient for each of them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct LeafUses {
     pub leaf: u64,
     /// The number of uses in the graph, and of their gradients so far.
@@ -236,15 +241,7 @@ pub struct LeafUses {
 
 impl LeafUses {
     pub fn of(leaf: u64) -> Self {
-        Self {
-            leaf,
-            count: 0,
-            gradients: 0,
-            sum: None,
-            micro_batches: None,
-            had_micro_batches: false,
-            mean: None,
-        }
+        Self { leaf, ..Self::default() }
     }
 
     /// Bytes of the gradients that are not reduced yet.
@@ -275,8 +272,7 @@ impl Uses {
 
     /// The uses of a value.
     pub fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
-        let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
-        let position = position.unwrap_or_else(|| {
+        let position = self.leaves.iter().position(|uses| uses.leaf == leaf).unwrap_or_else(|| {
             self.leaves.push(LeafUses::of(leaf));
             self.leaves.len() - 1
         });
@@ -359,13 +355,19 @@ impl PassState {
         self.waiting().map(|gradient| gradient.bytes).sum()
     }
 
+    /// Returns `true` if a parameter has gradients of a kind, or on their way, that no call has
+    /// returned.
+    pub fn has_left(&self, index: usize, is_left: fn(&LeafUses) -> bool) -> bool {
+        self.uses[index].leaves.iter().any(is_left) || self.is_reducing(index)
+    }
+
     /// Returns `true` if a gradient of a parameter waits for others, or is on its way.
-    pub fn is_reducing(&self, index: usize) -> bool {
-        let is_sent = |flight: &Flight| match flight {
-            Flight::Gathering(..) => false,
-            Flight::Reducing(reduction) => reduction.of.iter().any(|(of, _)| *of == index),
-        };
-        self.waiting().any(|gradient| gradient.index == index) || self.flights.iter().any(is_sent)
+    fn is_reducing(&self, index: usize) -> bool {
+        self.waiting().any(|gradient| gradient.of.index == index)
+            || self.flights.iter().any(|flight| match flight {
+                Flight::Gathering(..) => false,
+                Flight::Reducing(reduction) => reduction.of.iter().any(|of| of.index == index),
+            })
     }
 
     /// Reports the bytes that are held now.

@@ -61,11 +61,9 @@ impl Passes {
     /// Fails for a gradient of an earlier backward pass that no call has returned: the gradients of
     /// this pass would be added to it.
     fn ensure_collected(&self, state: &PassState) -> Result<()> {
-        let has_gradient = |uses: &LeafUses| uses.sum.is_some() || uses.mean.is_some();
-        let left = self.parameters.iter().find(|parameter| {
-            let mut leaves = state.uses[parameter.index].leaves.iter();
-            leaves.any(has_gradient) || state.is_reducing(parameter.index)
-        });
+        // Those of `Layout::accumulate` are waited for.
+        let is_of_pass = |uses: &LeafUses| uses.sum.is_some() || uses.mean.is_some();
+        let left = self.parameters.iter().find(|p| state.has_left(p.index, is_of_pass));
         let Some(parameter) = left else { return Ok(()) };
         let reason = "it has a gradient of an earlier backward pass, which was not collected";
         let remedy = "after `loss.backward()`, call `Layout::collect`, or `Layout::discard` if its \
@@ -141,11 +139,10 @@ impl Passes {
         let united = self.groups.world.comm().or_bytes(bits);
         let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
         let of_ranks = |index: usize| {
-            let is_set = |kind: usize| {
+            let [used, unused, earlier, not_earlier, count] = [0, 1, 2, 3, 4].map(|kind| {
                 let bit = kind * count + index;
                 united[bit / 8] >> (bit % 8) & 1 == 1
-            };
-            let [used, unused, earlier, not_earlier, count] = [0, 1, 2, 3, 4].map(is_set);
+            });
             // A gradient may be half precision where others have a sum with earlier ones in
             // float32: all ranks then send it in float32, at the end.
             let are_mixed = earlier && not_earlier;

@@ -7,9 +7,9 @@ use burn::tensor::{DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
 
 use super::super::custom_states::OwnStates;
-use super::super::device_counters::{COUNTERS, Counters};
 use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
+use super::super::step_counts::{COUNTERS, Counters};
 use crate::checkpoint::{Contents, Planned, TrainedPaths};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
@@ -189,8 +189,8 @@ impl DividedModel {
     pub fn recorded_counters(&self, counters: &Counters) -> Vec<Counter> {
         let counters = COUNTERS.iter().zip(counters.values()).flat_map(|(slot, tensor)| {
             let values: Vec<f32> = tensor.to_data().iter::<f32>().collect();
-            let values = values.into_iter().enumerate();
-            let values = values.filter(|(index, _)| self.has_counter(*index, slot));
+            let values =
+                values.into_iter().enumerate().filter(|(index, _)| self.has_counter(*index, slot));
             values.map(|(parameter, value)| Counter { parameter, name: slot.name, value })
         });
         counters.collect()

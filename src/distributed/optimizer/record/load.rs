@@ -8,9 +8,9 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
 use super::super::custom_states::{fill_own, own_problem};
-use super::super::device_counters::Counters;
 use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
+use super::super::step_counts::Counters;
 use super::contents::{LOSS_SCALE, LOSS_SCALE_STEPS};
 use crate::checkpoint::{Archive, States};
 use crate::comm::World;
@@ -65,9 +65,9 @@ impl DistModuleOptimizer {
             self.fill(states, &unused)
         };
         self.divided.world.agree(read)?;
-        let problems = problems.into_iter();
-        let problems =
-            problems.map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
+        let problems = problems
+            .into_iter()
+            .map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
         Ok(problems.chain(orphans).chain(missing).collect())
     }
 
@@ -262,14 +262,15 @@ fn fill_shards(
 /// the parameter has another.
 fn rules_by_path(divided: &DividedModel) -> HashMap<&str, ElementwiseRule> {
     let updates = divided.routing.updates();
-    let rule = |index: usize| {
-        let settings = match divided.trainable[index].kind {
-            UpdateKind::Elementwise { settings, .. } => settings,
-            UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => 0,
-        };
-        (&*divided.of_model(index).path, updates.rest[settings].rule)
-    };
-    (0..divided.trainable.len()).map(rule).collect()
+    (0..divided.trainable.len())
+        .map(|index| {
+            let settings = match divided.trainable[index].kind {
+                UpdateKind::Elementwise { settings, .. } => settings,
+                UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => 0,
+            };
+            (&*divided.of_model(index).path, updates.rest[settings].rule)
+        })
+        .collect()
 }
 
 /// The saved counters of all parameters: 0 for `unused` ones.

@@ -30,8 +30,8 @@ impl Writers {
     /// differently, such as running statistics: all of it belongs together. Every other tensor is
     /// written by the rank with the fewest bytes so far, of `ranks` that write.
     fn new(ranks: usize, divided: &DividedModel, entries: &[Entry]) -> Self {
-        let trained = divided.parameters.iter().map(|parameter| &*parameter.path);
-        let trained: HashSet<&str> = trained.collect();
+        let trained: HashSet<&str> =
+            divided.parameters.iter().map(|parameter| &*parameter.path).collect();
         let is_of_rank_0 = |entry: &Entry| {
             let is_slice = divided.cuts.slice(entry.path()).is_some();
             is_slice || !entry.is_divided && !trained.contains(entry.path())
