@@ -222,7 +222,7 @@ mod tests {
             (0..count).flat_map(layer)
         });
         let parameters: Vec<Parameter> = matrices.collect();
-        let device = Device::default();
+        let device = Device::default().autodiff();
         let model: Vec<Linear> = layers
             .iter()
             .flat_map(|(width, _)| shapes(*width)[3..].to_vec())
