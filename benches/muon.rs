@@ -33,6 +33,11 @@ fn random(shape: [usize; 2]) -> Tensor<2> {
 /// Implementations of one computation, by name.
 type Candidates<'a> = Vec<(String, Box<dyn FnMut() + 'a>)>;
 
+/// A candidate with a name.
+fn candidate<'a>(name: &str, routine: impl FnMut() + 'a) -> (String, Box<dyn FnMut() + 'a>) {
+    (name.to_owned(), Box::new(routine))
+}
+
 /// Turns that every group takes at least, and the time after which it ends.
 const TURNS: usize = 11;
 const TIME: Duration = Duration::from_secs(20);
@@ -61,13 +66,13 @@ fn compare(group: &str, mut candidates: Candidates) {
     }
     for (index, (name, _)) in candidates.iter().enumerate() {
         let measured = &turns[1..];
-        let sorted = |value: &dyn Fn(&Vec<f64>) -> f64| {
+        let quartiles = |value: &dyn Fn(&Vec<f64>) -> f64| {
             let mut values: Vec<f64> = measured.iter().map(value).collect();
             values.sort_by(f64::total_cmp);
             [1, 2, 3].map(|quarter| values[values.len() * quarter / 4])
         };
-        let [_, time, _] = sorted(&|times| times[index] * 1e3);
-        let [low, ratio, high] = sorted(&|times| times[index] / times[0]);
+        let [_, time, _] = quartiles(&|times| times[index] * 1e3);
+        let [low, ratio, high] = quartiles(&|times| times[index] / times[0]);
         let turns = measured.len();
         println!("{group:28} {name:24} {time:9.2} ms {ratio:6.3} ({low:.3} to {high:.3}) x{turns}");
     }
@@ -86,21 +91,13 @@ fn symmetric_product() {
         [[256, 256], [512, 512], [512, 2048], [768, 768], [768, 3072], [1024, 1024], [2048, 2048]]
     {
         let a = &random([m, n]).unsqueeze::<3>();
-        let product = |name: &str, routine: Box<dyn Fn() -> Tensor<3>>| {
-            let routine = move || drop(black_box(routine()));
-            (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
-        };
-        let on = |path: ComputePath| {
-            let a = a.clone();
-            Box::new(move || path.product(a.clone(), None))
-        };
-        let matmul = a.clone();
-        let matmul = Box::new(move || matmul.clone().matmul(matmul.clone().swap_dims(1, 2)));
-        let portable = product("portable", on(ComputePath::Portable));
-        let mut candidates = vec![product("matmul", matmul), portable];
+        let product = |path: ComputePath| move || drop(black_box(path.product(a.clone(), None)));
+        let matmul = || drop(black_box(a.clone().matmul(a.clone().swap_dims(1, 2))));
+        let portable = candidate("portable", product(ComputePath::Portable));
+        let mut candidates = vec![candidate("matmul", matmul), portable];
         let fastest = ComputePath::choose(KernelPolicy::Auto, &a.device(), a.dtype().into());
         if fastest != ComputePath::Portable {
-            candidates.push(product(&format!("{fastest:?}").to_lowercase(), on(fastest)));
+            candidates.push(candidate(&format!("{fastest:?}").to_lowercase(), product(fastest)));
         }
         compare(&format!("symmetric product/{m}x{n}"), candidates);
     }
@@ -127,7 +124,7 @@ fn newton_schulz() {
                 .with_kernels(kernels);
             let batch = batch.clone();
             let iterate = move || drop(black_box(newton_schulz.orthogonalize(batch.clone())));
-            candidates.push((name.to_owned(), Box::new(iterate)));
+            candidates.push(candidate(name, iterate));
         }
         compare(&format!("newton-schulz/{m}x{n}"), candidates);
     }
@@ -187,7 +184,7 @@ fn step() {
                 }
                 trained = trained.take().map(|model| step(model, grads));
             };
-            (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
+            candidate(name, routine)
         });
         compare(&format!("step/{parameter}"), candidates.into());
     }
@@ -223,7 +220,7 @@ fn parts() {
             let gradients = model.gradients();
             trained = trained.take().map(|model| optim.step(1e-3, model, gradients));
         };
-        (name.to_owned(), Box::new(routine) as Box<dyn FnMut()>)
+        candidate(name, routine)
     });
     compare("parts/layer", candidates.into());
 }

@@ -127,6 +127,12 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
     assert_says(&mixed, &["`layers.1.weight`", "leaves to AdamW", "`leave`"]);
 }
 
+/// A layout whose passes reduce all gradients, of parameters that are owned or not.
+fn divided(world: &World, is_owned: bool) -> Layout {
+    let layout = Layout::new(&Mesh::flat(world)).with_small_elements(1);
+    if is_owned { layout.owned("dp") } else { layout.overlap_backward() }
+}
+
 pub fn gradients_that_were_not_collected_are_rejected() {
     let uncollected = errors(|world| {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
@@ -164,8 +170,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
     ];
     for (pass, is_owned) in passes.iter().flat_map(|pass| [(pass, true), (pass, false)]) {
         let earlier = errors(|world| {
-            let layout = Layout::new(&Mesh::flat(world)).with_small_elements(1);
-            let layout = if is_owned { layout.owned("dp") } else { layout.overlap_backward() };
+            let layout = divided(world, is_owned);
             let net = layout.shard(layers(world.device()))?;
             drop(output(&net, ones(world.device())).backward());
             layout.discard()?;
@@ -181,8 +186,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
 pub fn layers_in_other_places_are_rejected() {
     for is_owned in [true, false] {
         let moved = errors(|world| {
-            let layout = Layout::new(&Mesh::flat(world)).with_small_elements(1);
-            let layout = if is_owned { layout.owned("dp") } else { layout.overlap_backward() };
+            let layout = divided(world, is_owned);
             let mut net = layout.shard(layers(world.device()))?;
             net.layers.swap(0, 2);
             layout.backward(&output(&net, ones(world.device())), &net)
