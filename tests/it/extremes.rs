@@ -13,7 +13,7 @@ use distmuon::distributed::DistMuonConfig;
 use distmuon::parts::{AdaMuon, ColumnEquilibration, Mars, Namo, NorMuon, RowEquilibration};
 use distmuon::{
     AdamWConfig, Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig,
-    Part, Routing, RoutingRule, checkpoint,
+    Part, Result, Routing, RoutingRule, checkpoint,
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{bits, largest_difference};
@@ -508,6 +508,22 @@ fn steps_without_any_gradient_end_the_run() {
             );
         }
     }
+}
+
+/// The default limit, which the guide names.
+#[test]
+fn a_hundred_steps_without_any_gradient_end_the_run() {
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let config = config().with_rule(RoutingRule::muon("matrix"));
+    let taken = |step: &mut dyn FnMut(Net) -> Result<Net>| {
+        let mut net = net.clone();
+        (0..200).take_while(|_| step(net.clone()).map(|stepped| net = stepped).is_ok()).count()
+    };
+    let mut batched = config.init_batched(&net).unwrap();
+    assert_eq!(taken(&mut |net| batched.step(0.1, net, GradientsParams::new())), 99);
+    let world = World::alone(device());
+    let mut of_ranks = DistMuonConfig::new().with_muon(config).init(&world, &net).unwrap();
+    assert_eq!(taken(&mut |net| of_ranks.step(0.1, net, GradientsParams::new())), 99);
 }
 
 /// As of a layer that the loss does not use.

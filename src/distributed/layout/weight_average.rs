@@ -1,4 +1,4 @@
-//! Averages of the weights of a model, in the memory of its parts.
+//! Averages and maps of the weights of a model, in the memory of its parts.
 
 use std::collections::{HashMap, HashSet};
 
@@ -23,8 +23,7 @@ impl Layout {
     /// the model and 0.6 of the average. In half precision the average has the digits of the
     /// parameters.
     ///
-    /// A rank averages the parts that it has. A mapper of the caller's would also compute with the
-    /// whole of every owned parameter, of which the model has the shape only, and take its memory.
+    /// A rank averages the parts that it has.
     ///
     /// ```
     /// use burn::module::Module;
@@ -57,6 +56,70 @@ impl Layout {
             Averaging { owned: owned.collect(), values: values.0, decay, rank, error: None };
         let average = parameters::map(average, &mut averaging);
         averaging.error.map_or(Ok(average), Err)
+    }
+}
+
+impl Layout {
+    /// Returns the model with a function applied to the values of its float parameters, such as the
+    /// clipping of weights: the function gets the path of a parameter and values of it in one
+    /// dimension. These are all of them, or this rank's part, so the function has to treat each
+    /// element by itself. Sends nothing.
+    ///
+    /// A [`ModuleMapper`](burn::module::ModuleMapper) of the caller's would also visit the stand-in
+    /// of every owned parameter, which has the shape of the whole and no values, and fill its
+    /// memory.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use distmuon::comm::World;
+    /// use distmuon::distributed::Layout;
+    ///
+    /// World::threads(World::devices(2), |world| {
+    ///     let layout = Layout::from(&world).owned("dp");
+    ///     let critic = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
+    ///     let critic = layout.map_elements(critic, |_, values| values.clamp(-0.01, 0.01));
+    ///     let whole = layout.unshard(&critic)?;
+    ///     assert!(whole.weight.val().abs().max().into_scalar::<f32>() <= 0.01);
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn map_elements<M: Module>(
+        &self,
+        model: M,
+        function: impl FnMut(&str, Tensor<1>) -> Tensor<1>,
+    ) -> M {
+        let found = parameters::of(&model).into_iter();
+        let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
+        parameters::map(model, &mut Elementwise { owned: owned.collect(), function })
+    }
+}
+
+struct Elementwise<F> {
+    owned: HashSet<String>,
+    function: F,
+}
+
+impl<F: FnMut(&str, Tensor<1>) -> Tensor<1>> Elementwise<F> {
+    fn apply<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, old, mapper) = param.consume();
+        let (shape, dtype) = (old.shape(), old.dtype());
+        let new = (self.function)(path, old.clone().without_autodiff().reshape([-1]));
+        let new: Tensor<D> = new.cast(dtype).reshape(shape);
+        Param::from_mapped_value(id, in_place_of(&old, new), mapper)
+    }
+}
+
+impl<F: FnMut(&str, Tensor<1>) -> Tensor<1>> parameters::Map for Elementwise<F> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.owned.contains(path) {
+            true => param, // the base
+            false => self.apply(path, param),
+        }
+    }
+
+    fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.apply(path, part)
     }
 }
 

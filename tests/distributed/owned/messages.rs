@@ -9,7 +9,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Keep, Layout, Mesh, Publish};
-use distmuon_testing::models::Fixed;
+use distmuon_testing::models::{Fixed, Layers};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds;
 
@@ -111,6 +111,28 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
             let sent: usize = ranks.iter().map(|[_, _, bytes]| bytes).sum();
             let once = (count - 1) * LAYERS * LAYER;
             assert!(sent == once || !worlds::is_exact(), "{case}: {sent} of {once}");
+        }
+    }
+}
+
+pub fn a_weight_is_gathered_for_each_of_its_uses() {
+    for (keep, passes) in [(Keep::Weights, 1), (Keep::Nothing, 2)] {
+        for uses in [1, 3] {
+            let run = ranks_here(2, |world| {
+                let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+                let layout = Layout::from(&world).owned("dp").with_keep(keep).with_ahead_mb(0.0);
+                let net = layout.shard(Layers::square(1, 32, world.device()))?;
+                calls.lock().unwrap().clear();
+                // The first layer also has to have a gradient of its input.
+                let x = Tensor::<2>::ones([4, 32], world.device()).require_grad();
+                let x = (0..uses).fold(x, |x, _| net.layers[0].forward(x));
+                layout.backward(&x.square().mean(), &net)?;
+                let gathers = calls.lock().unwrap()["all_gather"];
+                Ok(gathers)
+            });
+            for gathers in run.unwrap() {
+                assert_eq!(gathers, passes * uses, "{keep:?}, {uses} uses");
+            }
         }
     }
 }

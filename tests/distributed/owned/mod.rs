@@ -73,10 +73,12 @@ use identities::{
 };
 use messages::{
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
+    a_weight_is_gathered_for_each_of_its_uses,
     new_values_of_many_layers_are_published_in_few_calls,
 };
 use rejections::{
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,
+    a_layer_is_unfrozen_in_a_model_that_is_divided_anew,
     a_parameter_that_one_rank_does_not_use_is_named,
     a_parameter_that_was_taken_out_of_its_division_is_nan,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
@@ -94,14 +96,17 @@ use rejections::{
 use reports::reports_do_not_wait_for_passes_that_wait_for_other_ranks;
 use rows::{
     a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
-    averages_of_rows_are_those_of_whole_parameters, every_part_of_the_update_is_exact_for_rows,
-    parameters_in_rows_train_as_replicated_ones, rows_may_be_uneven_or_none,
+    averages_of_rows_are_those_of_whole_parameters,
+    elements_of_rows_are_mapped_as_those_of_whole_parameters,
+    every_part_of_the_update_is_exact_for_rows, parameters_in_rows_train_as_replicated_ones,
+    parameters_with_seven_dimensions_stay_on_all_ranks, rows_may_be_uneven_or_none,
     rows_that_do_not_fit_are_rejected,
 };
 
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
+    a_weight_is_gathered_for_each_of_its_uses,
     new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
@@ -118,6 +123,7 @@ pub const IN_PROCESS: &[Case] = cases![
     ranks_of_other_groups_are_told_of_a_difference,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
     discarded_passes_and_whole_models_leave_no_trace,
+    a_layer_is_unfrozen_in_a_model_that_is_divided_anew,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     delays_in_passes_do_not_change_results,
     averages_and_abandoned_passes_do_not_disturb_training,
@@ -136,6 +142,8 @@ pub const IN_PROCESS: &[Case] = cases![
     a_checkpoint_of_one_balancing_continues_under_another_in_a_new_process,
     a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
     rows_may_be_uneven_or_none,
+    elements_of_rows_are_mapped_as_those_of_whole_parameters,
+    parameters_with_seven_dimensions_stay_on_all_ranks,
     averages_of_rows_are_those_of_whole_parameters,
     rows_that_do_not_fit_are_rejected,
     reports_do_not_wait_for_passes_that_wait_for_other_ranks,

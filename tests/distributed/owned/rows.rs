@@ -257,6 +257,62 @@ pub fn averages_of_rows_are_those_of_whole_parameters() {
     assert!(run.windows(2).all(|pair| pair[0] == pair[1]), "the ranks agree");
 }
 
+pub fn elements_of_rows_are_mapped_as_those_of_whole_parameters() {
+    let run = ranks_here(3, |world| {
+        let clip = |path: &str, values: Tensor<1>| {
+            if path == "matrix" { values.clamp(-0.1, 0.1) } else { values * 0.5 }
+        };
+        let few = Few::new([7, 6], [2, 5, 4], world.device());
+        let layout = Layout::from(&world).rows("dp").with_small_elements(0);
+        let layout = layout.with_muon(Few::config().muon);
+        let divided = layout.map_elements(layout.shard(few.clone())?, clip);
+        let plain = Layout::new(&Mesh::flat(&world));
+        let expected = plain.map_elements(few.clone(), clip);
+        assert!(weights(&expected) != weights(&few));
+        assert!(weights(&layout.unshard(&divided)?) == weights(&expected));
+        // The mapped model is trained like any other.
+        let mut optim = Few::config().init_on(&layout, &divided)?;
+        let gradients = layout.backward(&divided.loss(world.rank()), &divided)?;
+        let stepped = optim.step(0.1, divided, gradients)?;
+        assert!(weights(&layout.unshard(&stepped)?) != weights(&expected));
+        Ok(())
+    });
+    run.unwrap();
+}
+
+/// A parameter with more dimensions than layouts divide, and one with as many.
+#[derive(Module, Debug)]
+struct Deep {
+    seven: Param<Tensor<7>>,
+    six: Param<Tensor<6>>,
+}
+
+pub fn parameters_with_seven_dimensions_stay_on_all_ranks() {
+    let run = ranks_here(2, |world| {
+        let param = |shape: [usize; 7]| Tensor::<7>::full(shape, 0.5, (world.device(), DType::F32));
+        let deep = Deep {
+            seven: Param::from_tensor(param([2; 7]).require_grad()),
+            six: Param::from_tensor(
+                param([4, 4, 4, 4, 4, 4, 1]).squeeze_dim::<6>(6).require_grad(),
+            ),
+        };
+        let rest = RoutingRule::adamw("six|seven");
+        let config = DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(rest));
+        let layout = Layout::from(&world).owned("dp").with_small_elements(0);
+        let (deep, mut optim) = config.start(&layout, deep)?;
+        let parameters = optim.memory().parameters.now;
+        let loss = deep.seven.val().square().mean() + deep.six.val().square().mean();
+        let gradients = optim.backward(&loss, &deep)?;
+        let whole = layout.unshard(&optim.step(0.1, deep, gradients)?)?;
+        Ok((parameters, weights(&whole)))
+    });
+    let run = run.unwrap();
+    for (parameters, _) in &run {
+        assert_eq!(*parameters, 4 * (128 + 4096 / 2), "bytes of a rank");
+    }
+    assert!(run[0].1 == run[1].1);
+}
+
 pub fn rows_that_do_not_fit_are_rejected() {
     let few = |world: &World| Few::new([8, 8], [2, 4, 4], world.device());
     let shard = |lay: &(dyn Fn(&World) -> Result<Layout> + Sync)| {
