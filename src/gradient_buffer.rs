@@ -94,6 +94,22 @@ impl GradientBuffer {
         Ok(())
     }
 
+    /// Fails if the buffer has gradients of parameters that a model does not have.
+    pub(crate) fn ensure_of<M: Module>(&self, model: &M) -> Result<()> {
+        let mut own = Own { sums: &self.sums, found: HashSet::new() };
+        parameters::visit(model, &mut own);
+        let others = self.sums.len() - own.found.len();
+        if others > 0 {
+            return Err(Error::usage(
+                "the micro-batches are of another model",
+                "gradients of this model's parameters",
+                format!("{others} of parameters that it does not have"),
+                "make a layout for each model, or end the other model's step before",
+            ));
+        }
+        Ok(())
+    }
+
     /// Returns the number of micro-batches since the gradients were last taken.
     pub fn count(&self) -> usize {
         self.count
@@ -159,6 +175,20 @@ impl Visit for Add<'_> {
             }
         };
         self.buffer.sums.register(param.id, sum);
+    }
+}
+
+/// The gradients of a model's parameters.
+struct Own<'a> {
+    sums: &'a GradientsParams,
+    found: HashSet<ParamId>,
+}
+
+impl Visit for Own<'_> {
+    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        if self.sums.get::<D>(param.id).is_some() {
+            self.found.insert(param.id);
+        }
     }
 }
 

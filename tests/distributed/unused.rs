@@ -6,13 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::module::{Module, Param};
+use burn::nn::{EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::{Joined, World};
-use distmuon::distributed::{Axis, DistMuonConfig, GradDtype, Keep, Layout, Mesh};
+use distmuon::distributed::{Axis, DistMuonConfig, GradDtype, Keep, Layout, Mesh, Place, Publish};
+use distmuon::link::Link;
 use distmuon::{Error, GradientBuffer, MuonConfig, Result, RoutingRule};
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
@@ -41,6 +42,12 @@ pub const IN_PROCESS: &[Case] = cases![
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
     a_rank_without_any_batch_is_rejected,
     a_backward_pass_of_the_callers_has_the_same_gradients_or_is_an_error,
+    a_graph_from_before_a_step_trains_the_parameters_that_the_step_left,
+    dropped_passes_keep_earlier_micro_batches,
+    uses_that_the_loss_does_not_depend_on_leave_a_parameter_as_it_is,
+    a_caught_panic_leaves_no_uses_to_the_next_pass,
+    a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out,
+    batches_of_ranks_that_exchange_items_can_not_be_left_out,
     two_forward_passes_may_come_before_their_backward_passes,
     a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
     a_rank_that_panics_in_a_call_of_a_layout_stops_all_ranks,
@@ -69,11 +76,7 @@ impl Tasks {
         // Of a small parameter: reading a weight is a use of it.
         let bias = self.trunk.bias.as_ref().expect("a bias").val();
         let (device, dtype) = (bias.device(), bias.dtype());
-        let values = Tensor::<1>::from_data(
-            std::array::from_fn::<f32, 96, _>(|index| ((index * 7 + seed * 13) % 11) as f32 / 8.0),
-            (&device, DType::F32),
-        );
-        let x = relu(self.trunk.forward(values.cast(dtype).reshape([2, 3, WIDTH])));
+        let x = relu(self.trunk.forward(input(seed, &device).cast(dtype)));
         let mut loss = None;
         for (index, head) in self.heads.iter().enumerate() {
             match (index == task, layout) {
@@ -84,6 +87,12 @@ impl Tasks {
         }
         loss.expect("the model has the head of the task")
     }
+}
+
+fn input(seed: usize, device: &Device) -> Tensor<3> {
+    let value = |index| ((index * 7 + seed * 13) % 11) as f32 / 8.0;
+    let values = std::array::from_fn::<f32, 96, _>(value);
+    Tensor::<1>::from_data(values, (device, DType::F32)).reshape([2, 3, WIDTH])
 }
 
 fn config() -> DistMuonConfig {
@@ -337,6 +346,210 @@ fn a_backward_pass_of_the_callers_has_the_same_gradients_or_is_an_error() {
                 assert!(index >= 3, "layout {index}: {error}");
                 assert!(error.to_string().contains("the ranks disagree"), "{error}");
             }
+        }
+    }
+}
+
+/// As in an adversarial network whose generator runs once for both losses, with one optimizer.
+fn a_graph_from_before_a_step_trains_the_parameters_that_the_step_left() {
+    let losses = |net: &Tasks, seed: usize| {
+        let fake = relu(net.trunk.forward(input(seed, &net.heads[0].weight.val().device())));
+        (net.heads[0].forward(fake.clone().detach()).square().mean(), fake)
+    };
+    let of_generator = |net: &Tasks, fake: Tensor<3>| net.heads[0].forward(fake).square().mean();
+    let device = crate::device();
+    let mut net = Tasks::of(DType::F32, &device);
+    let before = weights(&net);
+    let mut optim = config().muon.init(&net);
+    for seed in 0..3 {
+        let (of_critic, fake) = losses(&net, seed);
+        let gradients = GradientsParams::from_grads(of_critic.backward(), &net);
+        net = optim.step(0.01, net, gradients);
+        let gradients = GradientsParams::from_grads(of_generator(&net, fake).backward(), &net);
+        net = optim.step(0.01, net, gradients);
+    }
+    let expected = weights(&net);
+    assert!(expected[0] != before[0], "the generator is trained");
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            let run = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world);
+                let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let mut optim = config().with_publish(publish).init_on(&layout, &net)?;
+                for seed in 0..3 {
+                    let (of_critic, fake) = losses(&net, seed);
+                    let gradients = layout.backward(&of_critic, &net)?;
+                    net = optim.step(0.01, net, gradients)?;
+                    let gradients = layout.backward(&of_generator(&net, fake), &net)?;
+                    net = optim.step(0.01, net, gradients)?;
+                }
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            for trained in run.unwrap() {
+                assert!(trained == expected, "layout {index}, {publish:?}");
+            }
+        }
+    }
+}
+
+fn dropped_passes_keep_earlier_micro_batches() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = |drops: bool| {
+            let run = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world);
+                let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let mut optim = config().init_on(&layout, &net)?;
+                for step in 0..2 {
+                    let loss = |seed: usize| net.loss(Some(&layout), 10 * seed + step, 0);
+                    layout.accumulate(&loss(0), &net)?;
+                    // Whole gradients of the trunk and of a head, of which the layouts divide the
+                    // weights.
+                    let held = if index == 0 { 0 } else { 4 * WIDTH * (WIDTH + 24) };
+                    assert_eq!(optim.memory().in_flight.now, held, "layout {index}");
+                    if drops {
+                        drop(loss(1)); // a batch that is left out
+                        layout.discard_pass()?;
+                        layout.accumulate(&loss(2), &net)?;
+                        // For the gradient of an input.
+                        drop(loss(3).backward());
+                        layout.discard_pass()?;
+                    } else {
+                        layout.accumulate(&loss(2), &net)?;
+                    }
+                    let gradients = layout.backward(&loss(4), &net)?;
+                    net = optim.step(0.01, net, gradients)?;
+                }
+                Ok((weights(&layout.unshard(&net)?), optim.memory().in_flight.now))
+            });
+            run.unwrap()
+        };
+        assert!(run(true) == run(false), "layout {index}");
+    }
+}
+
+/// As of a metric that some ranks compute: a use without a gradient is none.
+fn uses_that_the_loss_does_not_depend_on_leave_a_parameter_as_it_is() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout(&world);
+            let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+            let mut optim = config().init_on(&layout, &net)?;
+            let mut seen = vec![];
+            for step in 0..3 {
+                let x = relu(net.trunk.forward(input(step, world.device())));
+                let mut loss = x.clone().square().mean();
+                // From the second step on, the head has a momentum.
+                match (step, world.rank()) {
+                    (0, _) => loss = loss + net.heads[0].forward(x).mean(),
+                    (_, 0) => loss = loss + net.heads[0].forward(x).detach().mean(),
+                    _ => layout.unused(&net.heads[0]),
+                }
+                let gradients = layout.backward(&loss, &net)?;
+                net = optim.step(0.01, net, gradients)?;
+                let whole = layout.unshard(&net)?;
+                seen.push((weights(&whole.trunk), weights(&whole.heads[0])));
+            }
+            Ok(seen)
+        });
+        for seen in run.unwrap() {
+            let [first, second, third] = seen.try_into().expect("three steps");
+            assert!(first.0 != second.0 && second.0 != third.0, "layout {index}: the trunk");
+            assert!(first.1 == second.1 && second.1 == third.1, "layout {index}: the head");
+        }
+    }
+}
+
+fn a_caught_panic_leaves_no_uses_to_the_next_pass() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = |panics: bool| {
+            let run = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world);
+                let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                if panics {
+                    // The first rank uses another head than the second.
+                    let loss = net.loss(Some(&layout), 0, world.rank());
+                    let fails = Link::new(|_| panic!("before the first gradient"));
+                    let loss = fails.attach(loss.clone(), loss.inner());
+                    let backward = || drop(layout.backward(&loss, &net));
+                    assert!(catch_unwind(AssertUnwindSafe(backward)).is_err());
+                    // Without a forward pass in it, no message is due.
+                    layout.discard_pass()?;
+                }
+                let mut optim = config().init_on(&layout, &net)?;
+                let gradients = layout.backward(&net.loss(Some(&layout), 1, 2), &net)?;
+                let net = optim.step(0.01, net, gradients)?;
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            run.unwrap()
+        };
+        assert!(run(true) == run(false), "layout {index}");
+    }
+}
+
+/// Layers around a table that is added to activations.
+#[derive(Module, Debug)]
+struct Positioned {
+    layers: Vec<Linear>,
+    positions: Param<Tensor<3>>,
+}
+
+fn a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out() {
+    let run = |layout: fn(&World) -> Layout| {
+        ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout(&world).with_muon(MuonConfig::new()).allow_unused();
+            let device = world.device();
+            let linear = |_| LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(device);
+            let positions = Tensor::<3>::full([1, 3, WIDTH], 0.25, device).require_grad();
+            let positions = Param::from_tensor(positions);
+            let net = Positioned { layers: (0..3).map(linear).collect(), positions };
+            let net = layout.shard(net.map(&mut Fixed::new(3)))?;
+            let mut x = input(world.rank(), device);
+            for (index, layer) in net.layers.iter().enumerate() {
+                match index == 1 && world.rank() == 0 {
+                    true => layout.unused(layer),
+                    false => x = relu(layer.forward(x)),
+                }
+                x = x + net.positions.val();
+            }
+            let gradients = layout.backward(&x.square().mean(), &net)?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+            Ok(weights(&layout.unshard(&optim.step(0.01, net, gradients)?)?))
+        })
+    };
+    let owned = |world: &World| Layout::from(world).owned("dp").with_small_elements(0);
+    let expected = run(|world| Layout::from(world)).unwrap();
+    match run(owned) {
+        Ok(trained) => assert!(trained == expected),
+        Err(error) => assert!(error.to_string().contains("the ranks disagree"), "{error}"),
+    }
+    let replicated = |world: &World| {
+        let layout = Layout::from(world).owned("dp").with_small_elements(0);
+        layout.with_place(Place::replicated("positions"))
+    };
+    assert!(run(replicated).unwrap() == expected);
+    let kept = |world: &World| {
+        Layout::from(world).owned("dp").with_small_elements(0).with_keep(Keep::Weights)
+    };
+    assert!(run(kept).unwrap() == expected);
+}
+
+fn batches_of_ranks_that_exchange_items_can_not_be_left_out() {
+    for (axis, is_rejected) in [(Axis::data("ep", 2), true), (Axis::model("ep", 2), false)] {
+        let errors = ranks_here(2, |world| {
+            let mesh = Mesh::new(&world, [axis.clone()])?;
+            let layout = Layout::new(&mesh).with_place(Place::shard("weight", "ep", 0));
+            let table = layout.shard(EmbeddingConfig::new(8, 4).init(world.device()))?;
+            let loss = table.weight.val().mean();
+            Ok(layout.drain(&loss, &table).err().map(|error| error.to_string()))
+        });
+        for error in errors.unwrap() {
+            let says = |error: &String| error.contains("`ep`") && error.contains("times zero");
+            assert_eq!(error.as_ref().is_some_and(says), is_rejected, "{error:?}");
         }
     }
 }

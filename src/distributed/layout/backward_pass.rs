@@ -7,7 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::identity::Identities;
-use super::{Layout, Sharded};
+use super::{Layout, Place, Sharded};
 use crate::error::{Error, Result};
 use crate::gradient_buffer::GradientBuffer;
 
@@ -27,7 +27,11 @@ impl Layout {
     ) -> Result<GradientsParams> {
         self.begin_backward(model)?;
         // Divided parameters take their gradients out during the pass, so these are the rest.
-        let gradients = GradientsParams::from_grads(loss.backward(), model);
+        let gradients = match self.sharded() {
+            Some(Sharded { passes, .. }) => passes.in_backward(|| loss.backward()),
+            None => loss.backward(),
+        };
+        let gradients = GradientsParams::from_grads(gradients, model);
         self.end_backward(model, gradients)
     }
 
@@ -38,12 +42,15 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// As [`backward`](Self::backward).
+    /// As [`backward`](Self::backward); [`Error::Usage`] if parameters are cut along an axis of
+    /// ranks with different data, as experts may be: gradients of other ranks' items arrive in this
+    /// rank's pass, and its own leave for other ranks. Multiply the loss by zero instead.
     pub fn drain<M: Module, const D: usize>(
         &self,
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
+        self.ensure_drains()?;
         if let Some(Sharded { passes, .. }) = self.sharded() {
             passes.drained(|| -> Result<()> {
                 self.begin_backward(model)?;
@@ -53,6 +60,21 @@ impl Layout {
             })?;
         }
         self.end_backward(model, GradientsParams::new())
+    }
+
+    /// Fails if a rank's pass has gradients of other ranks' items.
+    fn ensure_drains(&self) -> Result<()> {
+        let mut axes = self.places.iter().filter_map(Place::axis);
+        let is_data = |axis: &&str| {
+            self.mesh.axis(axis).is_some_and(|axis| axis.size() > 1 && !axis.is_model())
+        };
+        let Some(axis) = axes.find(is_data) else { return Ok(()) };
+        Err(Error::usage(
+            "`drain` leaves out the gradients of other ranks' items",
+            "no parameters cut along an axis of data",
+            format!("some that are cut along `{axis}`"),
+            "call `backward` with the loss times zero, of a batch whose loss is finite",
+        ))
     }
 
     fn begin_backward<M: Module>(&self, model: &M) -> Result<()> {
@@ -72,6 +94,7 @@ impl Layout {
         let mut buffer = self.micro_batches();
         if buffer.count() > 0 {
             buffer.add(model, gradients)?;
+            buffer.ensure_of(model)?;
             gradients = buffer.take_sum();
         }
         // Not while the pass waits for other ranks.
@@ -92,11 +115,14 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// As [`backward`](Self::backward).
+    /// As [`backward`](Self::backward); [`Error::Usage`] if the layout, or a clone of it, has
+    /// micro-batches of another model.
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
         let backward = || GradientsParams::from_grads(loss.backward(), model);
         let gradients = self.in_micro_batch(model, backward)?;
-        self.micro_batches().add(model, gradients)
+        let mut buffer = self.micro_batches();
+        buffer.add(model, gradients)?;
+        buffer.ensure_of(model)
     }
 
     /// Runs a backward pass of a model in which nothing is reduced.
@@ -146,15 +172,26 @@ impl Layout {
         Ok(())
     }
 
-    /// Forgets the gradients that no `backward` or `collect` has returned, such as the sums of
-    /// micro-batches that are not to be trained on, and the forward passes that no backward pass
-    /// has followed. All ranks make this call.
+    /// Forgets the forward passes that no backward pass has followed, and the gradients that a
+    /// backward pass of the caller's has left. Micro-batches of [`accumulate`](Self::accumulate)
+    /// stay. All ranks make this call.
     ///
     /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
     /// the next backward pass waits for its gradients, and reduces the gradients of the same
-    /// parameters at its end only. Until then, a rank keeps what the pass has left: up to
-    /// [`with_ahead_mb`](Self::with_ahead_mb) of gathered parameters, and the whole gradients of
-    /// micro-batches. `model.valid()` needs no call.
+    /// parameters at its end only. Until then, a rank keeps up to
+    /// [`with_ahead_mb`](Self::with_ahead_mb) of parameters that the pass has gathered.
+    /// `model.valid()` needs no call.
+    ///
+    /// # Errors
+    ///
+    /// As [`backward`](Self::backward); [`Error::Usage`] if a pass of `backward` that did not end
+    /// has taken micro-batches with it.
+    pub fn discard_pass(&self) -> Result<()> {
+        self.passes().discard_pass()
+    }
+
+    /// [`discard_pass`](Self::discard_pass), and also forgets the gradients of micro-batches that
+    /// are not to be trained on. All ranks make this call.
     ///
     /// # Errors
     ///

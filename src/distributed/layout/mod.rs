@@ -400,7 +400,15 @@ impl Layout {
                         "make the optimizer for the model that `Layout::shard` returned",
                     );
                 }
-                Some(_) => {
+                Some(None) => {
+                    return differs(
+                        parameter,
+                        "it was frozen when the model was divided, and is not now",
+                        "to train it, divide the whole model of `Layout::unshard` again, by a new \
+                         layout; or freeze it with `no_grad`",
+                    );
+                }
+                Some(Some(_)) => {
                     return differs(
                         parameter,
                         "it is not updated as when the model was divided",

@@ -278,7 +278,7 @@ impl Passes {
         if count == MANY_USES {
             log::warn!(
                 "`{}` was used {MANY_USES} times without a backward pass in between: evaluate \
-                 `model.valid()`, or call `Layout::discard` after a forward pass that is not \
+                 `model.valid()`, or call `Layout::discard_pass` after a forward pass that is not \
                  trained",
                 parameter.path
             );
@@ -343,6 +343,11 @@ impl Passes {
     /// Reads the values of parameters, which does not count as a pass that is trained.
     pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
         self.during(|state| &mut state.mode.is_reading, read)
+    }
+
+    /// Runs the backward pass of a step, which adds the gradients of earlier micro-batches.
+    pub fn in_backward<T>(&self, backward: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.mode.is_backward, backward)
     }
 
     /// Runs the backward pass of a micro-batch, whose gradients stay on this rank.

@@ -26,6 +26,9 @@ pub struct DetachedParameters {
     pub ids: Vec<ParamId>,
     pub parameters: FlatTensors,
     pub gradients: FlatTensors,
+    /// The values as the model had them, until the step knows which parameters it updates, and then
+    /// of all others. A graph from before the step still ends in these.
+    originals: Vec<Option<FloatTensor<Dispatch>>>,
 }
 
 /// This rank's new parts of owned parameters, by the index of the model's parameter.
@@ -169,6 +172,7 @@ impl DetachedParameters {
             ids: vec![ParamId::from(0); known.len()],
             parameters: FlatTensors::none(trained),
             gradients: FlatTensors::none(trained),
+            originals: vec![None; known.len()],
         };
         let indices = indices(known);
         let seen = vec![false; known.len()];
@@ -229,6 +233,19 @@ impl DetachedParameters {
         }
     }
 
+    /// Drops the values of all parameters that have a gradient on any rank, so that their updates
+    /// have the only references. The others keep theirs.
+    pub fn keep_absent(&mut self, present: &[bool], known: &[ModelParameter]) {
+        for (original, known) in self.originals.iter_mut().zip(known) {
+            original.take_if(|_| present[known.trainable.clone()].contains(&true));
+        }
+    }
+
+    /// Returns `true` if a parameter stays as it is.
+    pub fn is_absent(&self, index: usize) -> bool {
+        self.originals[index].is_some()
+    }
+
     /// Takes this rank's shard of an owned parameter out.
     pub fn take_shard(
         &mut self,
@@ -256,8 +273,10 @@ impl DetachedParameters {
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
-        let (indices, values) = (indices(known), shaped(self.parameters, known));
-        let mut reattach = Reattach { indices, values, known, passes, parts, publication };
+        let Self { parameters, originals, .. } = self;
+        let (indices, values) = (indices(known), shaped(parameters, known));
+        let mut reattach =
+            Reattach { indices, originals, values, known, passes, parts, publication };
         parameters::map(model, &mut reattach)
     }
 
@@ -472,6 +491,7 @@ impl Detach<'_> {
         // its update.
         let placeholder = self.placeholders.of(&value);
         self.detached.ids[index] = id;
+        self.detached.originals[index] = Some(value.clone().into_dispatch());
         self.seen[index] = true;
         match checked {
             Err(error) => _ = self.error.get_or_insert(error),
@@ -554,7 +574,8 @@ fn is_trained_as_set<const D: usize>(param: &Param<Tensor<D>>) -> bool {
 
 struct Reattach<'a> {
     indices: HashMap<&'a str, usize>,
-    /// By the index of the model's parameter.
+    /// By the index of the model's parameter: the values that stay, and the new ones.
+    originals: Vec<Option<FloatTensor<Dispatch>>>,
     values: Vec<Option<FloatTensor<Dispatch>>>,
     known: &'a [ModelParameter],
     passes: &'a Arc<Passes>,
@@ -570,6 +591,10 @@ impl parameters::Map for Reattach<'_> {
         if known.placement.is_owned() {
             return param; // the base
         }
+        if let Some(original) = self.originals[index].take() {
+            let (id, _, mapper) = param.consume();
+            return Param::from_mapped_value(id, Tensor::from_dispatch(original), mapper);
+        }
         // On its way: the model returns before it arrives.
         let Some(value) = self.values[index].take() else {
             return at_first_use(param, known.clone(), self.publication.clone());
@@ -583,11 +608,16 @@ impl parameters::Map for Reattach<'_> {
         let Some(index) = self.indices.get(path).copied() else { return part }; // frozen
         let pass_parameter = &self.passes[path];
         let (id, placeholder, mapper) = part.consume();
-        let Some(value) = self.parts[index].take() else {
-            return self.passes.part_at_first_use(pass_parameter, (id, placeholder));
+        let value = match (self.originals[index].take(), self.parts[index].take()) {
+            (Some(original), _) => Tensor::<D>::from_dispatch(original),
+            (None, Some(value)) => {
+                let shape = value.shape();
+                in_place_of(&placeholder, value.reshape::<D, _>(shape))
+            }
+            (None, None) => {
+                return self.passes.part_at_first_use(pass_parameter, (id, placeholder));
+            }
         };
-        let shape = value.shape();
-        let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
         // The pass gathers it ahead of its first use, for which it has to know the values.
         self.passes.remember_part(pass_parameter, &value);
         Param::from_mapped_value(id, value, mapper)

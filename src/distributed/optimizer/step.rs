@@ -61,8 +61,9 @@ impl DistModuleOptimizer {
         // They are only compared once the ranks know that they take the same step.
         let common = is_checked
             .then(|| held_in_common(&model, &self.divided, &self.shards, &self.accounts.counters));
-        let (model, detached) = self.detach(model, gradients)?;
+        let (model, mut detached) = self.detach(model, gradients)?;
         let inputs = self.agree_on_inputs(lr, &detached)?;
+        detached.keep_absent(&inputs.present, &self.divided.parameters);
         // After the agreement: a rank that takes another step gets that error, which says more than
         // other bits do.
         common.map_or(Ok(()), |common| ensure_same(&common, &world))?;
@@ -270,7 +271,8 @@ fn correct(
     }
 }
 
-/// Gathers this rank's part of each owned parameter from the shards that its replicas updated.
+/// Gathers this rank's part of each owned parameter that was updated from the shards of its
+/// replicas.
 /// `None` for a part that is on its way.
 fn publish_parts(
     detached: &mut DetachedParameters,
@@ -279,6 +281,7 @@ fn publish_parts(
 ) -> Result<Parts> {
     let DividedModel { parameters, passes, .. } = divided;
     let owned = parameters.iter().enumerate().filter(|(_, known)| known.placement.is_owned());
+    let owned = owned.filter(|(index, _)| !detached.is_absent(*index));
     // By their indices among the parameters of the passes.
     let owned: BTreeMap<usize, usize> =
         owned.map(|(index, parameter)| (passes[&parameter.path].index, index)).collect();

@@ -20,7 +20,7 @@ use distmuon_testing::watched::watched;
 use distmuon_testing::worlds::{self, Folder};
 
 use super::{layers, layout, ones, output, with_checkpoints};
-use crate::{DEADLINE, ranks_here};
+use crate::{DEADLINE, loads_states, ranks_here};
 
 /// The errors of both ranks of a world.
 pub fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
@@ -77,6 +77,17 @@ pub fn meshes_and_layouts_that_do_not_fit_are_rejected() {
 }
 
 pub fn models_that_a_layout_has_not_divided_are_rejected() {
+    let unfrozen = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let mut net = layers(world.device());
+        let first = net.layers.remove(0);
+        net.layers.insert(0, first.no_grad());
+        let mut net = layout.shard(net)?;
+        let first = net.layers.remove(0);
+        net.layers.insert(0, first.set_require_grad(true));
+        DistMuonConfig::new().init_on(&layout, &net)
+    });
+    assert_says(&unfrozen, &["`layers.0.weight`", "frozen when", "`Layout::unshard`"]);
     let layout = |world: &World| Layout::new(&Mesh::flat(world)).owned("dp");
     let twice = errors(|world| {
         let layout = layout(world);
@@ -161,6 +172,14 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         layout.collect(&net, &mut GradientsParams::new())
     });
     assert_says(&collected, &["`Layout::accumulate`", "`Layout::backward`"]);
+    // Two models of one layout: the gradients of the first would be lost.
+    let other_model = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world));
+        let (first, second) = (layers(world.device()), layers(world.device()));
+        layout.accumulate(&output(&first, ones(world.device())), &first)?;
+        layout.backward(&output(&second, ones(world.device())), &second)
+    });
+    assert_says(&other_model, &["of another model", "make a layout for each model"]);
     // A pass for the gradient of an input, whose gradients of parameters nobody wants.
     type Pass = fn(&Layout, &Tensor<1>, &Layers) -> Result<()>;
     let passes: [Pass; 3] = [
@@ -179,7 +198,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
             drop(output(&net, ones(world.device())).backward());
             pass(&layout, &output(&net, ones(world.device())), &net)
         });
-        assert_says(&earlier, &["of an earlier backward pass", "`Layout::discard`"]);
+        assert_says(&earlier, &["of an earlier backward pass", "`Layout::discard_pass`"]);
     }
 }
 
@@ -532,6 +551,40 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
         // Gradients are reduced as early as without other passes.
         assert!(peak <= in_flight, "{peak} of {in_flight}");
     }
+}
+
+pub fn a_layer_is_unfrozen_in_a_model_that_is_divided_anew() {
+    if !loads_states() {
+        return;
+    }
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
+    let run = ranks_here(2, |world| {
+        let frozen = |mut net: Layers| {
+            let first = net.layers.remove(0);
+            net.layers.insert(0, first.no_grad());
+            net
+        };
+        let layout = Layout::from(&world).owned("dp");
+        let net = frozen(layers(world.device()));
+        let (net, mut optim) = DistMuonConfig::new().start(&layout, net)?;
+        let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+        let net = optim.step(0.1, net, gradients)?;
+        optim.save(path, &net, &())?;
+        let mut whole = layout.unshard(&net)?;
+        let before = weights(&whole);
+        whole.layers = whole.layers.into_iter().map(|l| l.set_require_grad(true)).collect();
+        let layout = Layout::from(&world).owned("dp");
+        let (net, optim) = DistMuonConfig::new().start(&layout, whole)?;
+        let (net, mut optim, (), anew) = checkpoint::load_matching(path, net, optim)?;
+        assert!(anew.iter().all(|each| each.to_string().contains("layers.0")), "{anew:?}");
+        assert!(!anew.is_empty() && weights(&layout.unshard(&net)?) == before);
+        let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+        let after = weights(&layout.unshard(&optim.step(0.1, net, gradients)?)?);
+        assert!(before.iter().zip(&after).all(|(before, after)| before != after));
+        Ok(())
+    });
+    run.unwrap();
 }
 
 /// One rank may evaluate alone if every rank has all parameters: then nothing is sent.

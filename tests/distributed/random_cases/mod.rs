@@ -22,7 +22,7 @@ use crate::owned::with_checkpoints;
 use crate::ranks_here;
 use model::{Experts, Shape};
 use run::{Kind, Run, Seen};
-use trial::{Call, Division, Named, Second, Trial, trials};
+use trial::{Call, Division, Named, Second, Trial, Way, trials};
 
 pub const IN_PROCESS: &[Case] = cases![
     sequences_that_went_wrong_train_as_ranks_with_all_parameters,
@@ -60,7 +60,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
     if !is_flex() {
         return excused("a device that computes a matrix of a batch otherwise than alone");
     }
-    let train = |batches| Call::Train { batches, spoiled: None };
+    let train = |batches| Call::Train { batches, spoiled: None, way: Way::InTurn };
     let freeze = || Call::Freeze(0);
     let freezes = vec![train(1), freeze(), train(1), freeze(), train(1)];
     let teaches = vec![train(3), Call::Teach { is_read: false }, freeze(), train(1)];

@@ -9,7 +9,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use distmuon::checkpoint::Saver;
 use distmuon::comm::{Joined, World};
-use distmuon::distributed::{DistMuonConfig, GradDtype, Layout, Mesh};
+use distmuon::distributed::{DistMuonConfig, GradDtype, Keep, Layout, Mesh};
 use distmuon::{
     Expectation, GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule, checkpoint,
 };
@@ -17,7 +17,7 @@ use distmuon_testing::models::{bits, weights};
 
 use super::model::{Net, Pass, Shape};
 use super::optim::{DIFFERENCES, Optim, mean};
-use super::trial::{Call, Load, Second, Trial};
+use super::trial::{Call, Dropped, Load, Second, Trial, Way};
 
 /// A rank's losses, weights and states: names, and bits.
 pub type Seen = Vec<(String, Vec<u8>)>;
@@ -64,6 +64,7 @@ pub struct Run<'a> {
 /// The micro-batches of a step.
 struct Batches {
     count: usize,
+    way: Way,
     /// The rank whose last loss is not a number.
     spoiled: Option<usize>,
     /// The ranks that have no last batch, and only take part in its pass.
@@ -143,28 +144,44 @@ impl<'a> Run<'a> {
         loss
     }
 
-    fn train(mut self, Batches { count, spoiled, drained }: Batches) -> Result<Self> {
+    fn train(mut self, Batches { count, way, spoiled, drained }: Batches) -> Result<Self> {
         let ranks = self.ranks();
         let mut buffers: Vec<_> = ranks.clone().map(|_| GradientBuffer::new()).collect();
         let mut gradients = GradientsParams::new();
+        let mut losses = vec![];
+        let collects = way == Way::Collected && count == 1 && self.collects();
         for batch in 1..=count {
             self.passes += 1;
-            for (rank, buffer) in ranks.clone().zip(&mut buffers) {
-                let (mut loss, is_last) = (self.loss(rank), batch == count);
+            let is_last = batch == count;
+            for rank in ranks.clone() {
+                let loss = self.loss(rank);
+                let is_spoiled = is_last && spoiled == Some(rank);
+                losses.push((rank, is_last, if is_spoiled { loss * f32::NAN } else { loss }));
+            }
+            if way == Way::ForwardFirst && !is_last {
+                continue;
+            }
+            for (rank, is_last, loss) in losses.drain(..) {
                 let is_drained = is_last && drained.contains(&rank);
-                if is_last && spoiled == Some(rank) {
-                    loss = loss * f32::NAN;
-                }
+                let net = &self.net;
+                let own = || GradientsParams::from_grads(loss.backward(), net);
                 match &self.layout {
-                    Some(layout) if !is_last => layout.accumulate(&loss, &self.net)?,
-                    Some(layout) if is_drained => gradients = layout.drain(&loss, &self.net)?,
-                    Some(layout) => gradients = layout.backward(&loss, &self.net)?,
-                    None if is_drained => {}
-                    None => {
-                        let of_batch = GradientsParams::from_grads(loss.backward(), &self.net);
-                        buffer.add(&self.net, of_batch)?;
+                    Some(layout) if !is_last => layout.accumulate(&loss, net)?,
+                    Some(layout) if is_drained => gradients = layout.drain(&loss, net)?,
+                    Some(layout) if collects => {
+                        gradients = own();
+                        layout.collect(net, &mut gradients)?;
                     }
+                    Some(layout) => gradients = layout.backward(&loss, net)?,
+                    None if is_drained => {}
+                    None => buffers[rank - ranks.start].add(net, own())?,
                 }
+            }
+            if let Way::Dropping(dropped) = way
+                && !is_last
+            {
+                self.passes += 1;
+                ranks.clone().try_for_each(|rank| self.drop_pass(rank, dropped))?;
             }
         }
         if self.layout.is_none() {
@@ -173,6 +190,28 @@ impl<'a> Run<'a> {
         }
         self.net = self.optim.step(self.rate, self.net, gradients)?;
         Ok(self)
+    }
+
+    /// Takes a pass of a rank that is not trained. Micro-batches stay, unless it is one of them.
+    fn drop_pass(&mut self, rank: usize, dropped: Dropped) -> Result<()> {
+        let loss = self.loss(rank);
+        if dropped == Dropped::Backward && self.collects() {
+            drop(loss.backward());
+        }
+        match (&self.layout, dropped) {
+            (Some(layout), Dropped::MicroBatch) => {
+                layout.accumulate(&loss, &self.net)?;
+                layout.discard()
+            }
+            (Some(layout), _) => layout.discard_pass(),
+            (None, _) => Ok(()),
+        }
+    }
+
+    /// Returns `true` if the layout can collect from a backward pass of the caller's, before which
+    /// the ranks do not tell each other which layers they leave out.
+    fn collects(&self) -> bool {
+        !self.shape.skips || self.trial.division(self.loads).keep == Keep::Weights
     }
 
     /// Takes steps until all ranks have run out of batches.
@@ -187,7 +226,7 @@ impl<'a> Run<'a> {
             let drained: Vec<_> = ranks.clone().filter(|rank| batches(*rank) <= step).collect();
             let is_own = matches!(batch, Joined::Own(_));
             assert_eq!(is_own, drained.len() < ranks.len(), "a rank has all of its batches");
-            self = self.train(Batches { count, spoiled: None, drained })?;
+            self = self.train(Batches { count, way: Way::InTurn, spoiled: None, drained })?;
         }
         Ok(self)
     }
@@ -285,25 +324,11 @@ impl<'a> Run<'a> {
         self.net.layers.insert(index, layer);
     }
 
-    fn discard(&mut self, is_accumulated: bool) -> Result<()> {
-        self.passes += 1;
-        for rank in self.ranks() {
-            let loss = self.loss(rank);
-            if let Some(layout) = &self.layout {
-                if is_accumulated {
-                    layout.accumulate(&loss, &self.net)?;
-                }
-                layout.discard()?;
-            }
-        }
-        Ok(())
-    }
-
     pub fn call(mut self, call: &Call, path: &Path) -> Result<Self> {
         match call {
-            Call::Train { batches: count, spoiled } => {
+            Call::Train { batches: count, spoiled, way } => {
                 let spoiled = spoiled.map(|rank| rank % self.trial.data);
-                return self.train(Batches { count: *count, spoiled, drained: vec![] });
+                return self.train(Batches { count: *count, way: *way, spoiled, drained: vec![] });
             }
             Call::Join { offset, batches } => return self.join(*offset, *batches),
             Call::Reload(load) => return self.reload(*load, path),
@@ -313,7 +338,10 @@ impl<'a> Run<'a> {
                 let net = self.net.clone();
                 self.evaluate(&net);
             }
-            Call::Discard { is_accumulated } => self.discard(*is_accumulated)?,
+            Call::Drop(dropped) => {
+                self.passes += 1;
+                self.ranks().try_for_each(|rank| self.drop_pass(rank, *dropped))?;
+            }
             Call::Teach { is_read } => {
                 if *is_read {
                     self.weights()?;

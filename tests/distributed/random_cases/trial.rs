@@ -129,6 +129,7 @@ pub enum Call {
     Train {
         batches: usize,
         spoiled: Option<usize>,
+        way: Way,
     },
     /// Steps until the ranks have run out of batches, of which they have different numbers.
     Join {
@@ -136,10 +137,8 @@ pub enum Call {
         batches: usize,
     },
     Evaluate,
-    /// Drops a pass, or a micro-batch that was accumulated.
-    Discard {
-        is_accumulated: bool,
-    },
+    /// Drops a pass.
+    Drop(Dropped),
     /// Keeps the model at hand as a teacher, whose loss is added to those of all further passes.
     /// It may be read before, so that new parameters have arrived.
     Teach {
@@ -155,6 +154,29 @@ pub enum Call {
     Rate(f64),
     /// Freezes a layer, or trains it again.
     Freeze(usize),
+}
+
+/// The way of a step's micro-batches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Way {
+    /// The backward pass of each follows its forward pass.
+    InTurn,
+    /// All forward passes, then the backward passes in the same order.
+    ForwardFirst,
+    /// Each but the last is followed by a pass that is dropped.
+    Dropping(Dropped),
+    /// The last backward pass is the caller's own, where the layout collects from such a pass.
+    Collected,
+}
+
+/// A pass that is dropped.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Dropped {
+    Forward,
+    /// With a backward pass of the caller's.
+    Backward,
+    /// With all micro-batches, itself one of them.
+    MicroBatch,
 }
 
 /// The part of a run that is loaded.
@@ -220,14 +242,12 @@ impl Trial {
                 Second::Everything => true,
                 // It clips no norm of all gradients, and loses the state of a parameter that gets
                 // another identity by a load. A mean of other numbers of ranks rounds, in the order
-                // of the ranks' exchange. A parameter without a gradient stays the same tensor in
-                // its step, so that a clone's uses count as the model's; here it is another one.
+                // of the ranks' exchange.
                 Second::Burn => {
                     let has = |is: fn(&Call) -> bool| self.calls.iter().any(is);
                     self.max_norm.is_none()
                         && self.data.is_power_of_two()
                         && !has(|call| matches!(call, Call::Pretrain))
-                        && !(self.shape.skips && has(|call| matches!(call, Call::Teach { .. })))
                 }
             }
     }
@@ -293,11 +313,20 @@ fn divisions() -> impl Strategy<Value = Division> {
 fn calls() -> impl Strategy<Value = Call> {
     let load = prop_oneof![Just(Load::Run), Just(Load::Weights), Just(Load::Matching)];
     let spoiled = proptest::option::weighted(0.1, 0..RANKS);
+    let dropped =
+        prop_oneof![Just(Dropped::Forward), Just(Dropped::Backward), Just(Dropped::MicroBatch)];
+    let way = prop_oneof![
+        3 => Just(Way::InTurn),
+        1 => Just(Way::ForwardFirst),
+        1 => prop_oneof![Just(Dropped::Forward), Just(Dropped::Backward)].prop_map(Way::Dropping),
+        1 => Just(Way::Collected),
+    ];
     prop_oneof![
-        8 => (1..4_usize, spoiled).prop_map(|(batches, spoiled)| Call::Train { batches, spoiled }),
+        8 => (1..4_usize, spoiled, way)
+            .prop_map(|(batches, spoiled, way)| Call::Train { batches, spoiled, way }),
         1 => (0..3_usize, 1..3_usize).prop_map(|(offset, batches)| Call::Join { offset, batches }),
         2 => Just(Call::Evaluate),
-        2 => any::<bool>().prop_map(|is_accumulated| Call::Discard { is_accumulated }),
+        2 => dropped.prop_map(Call::Drop),
         2 => any::<bool>().prop_map(|is_read| Call::Teach { is_read }),
         2 => Just(Call::Average),
         2 => load.prop_map(Call::Reload),

@@ -22,7 +22,12 @@ impl Passes {
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
         self.exchange_uses(&mut state, Some(model))?;
+        let without = self.without_gradients(&mut state, model)?;
         for parameter in &self.parameters {
+            if without.contains(&parameter.index) {
+                drop(state.take_leaves(parameter.index));
+                continue;
+            }
             if state.is_partial(parameter.index) {
                 self.attempt(&mut state, |state| {
                     self.start_reducing_partial(state, parameter, model)
@@ -55,24 +60,46 @@ impl Passes {
         means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
 
-    /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
-    /// micro-batches. All ranks make this call.
+    /// Forgets the gradients of earlier micro-batches, and ends a pass without a result. All ranks
+    /// make this call.
     pub fn discard(&self) -> Result<()> {
         // Also where nothing is divided: micro-batches are kept for every layout.
         drop(self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).take_sum());
+        for uses in self.state().leaves_mut() {
+            (uses.micro_batches, uses.had_micro_batches) = (None, false);
+        }
+        self.discard_pass()
+    }
+
+    /// Ends a pass without a result: forgets its gradients. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Usage`] if the pass has taken the gradients of earlier micro-batches with it; as
+    /// every collective.
+    pub fn discard_pass(&self) -> Result<()> {
         if self.parameters.is_empty() {
             return Ok(());
         }
         let mut state = self.state();
-        for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
-            (uses.sum, uses.micro_batches) = (None, None);
+        if state.leaves_mut().any(|uses| uses.had_micro_batches) {
+            return Err(Error::usage(
+                "the pass can't be dropped by itself",
+                "a forward pass, or a backward pass of the caller's",
+                "a pass of `Layout::backward` that has taken earlier micro-batches with it",
+                "drop them as well, by `Layout::discard`",
+            ));
         }
+        state.leaves_mut().for_each(|uses| uses.sum = None);
         // A bucket that is not full: no rank has sent it.
         state.buckets.clear();
-        state.bytes.sums = 0;
+        state.bytes.sums = state.leaves_mut().map(|uses| uses.bytes()).sum();
         // The calls that were made must still be matched by the other ranks.
         let outcome = self.end_pass(&mut state);
-        state.uses.iter_mut().for_each(|uses| uses.leaves.clear());
+        for uses in &mut state.uses {
+            uses.leaves.iter_mut().for_each(|uses| uses.mean = None);
+            uses.leaves.retain(LeafUses::has_gradient);
+        }
         state.bytes.means = 0;
         outcome
     }

@@ -9,7 +9,9 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::state::{Flight, Gradient, GradientOf, LeafUses, PassState, Reduction, Uses, added};
+use super::state::{
+    Flight, Gradient, GradientOf, LeafUses, PassMode, PassState, Reduction, Uses, added,
+};
 use super::{Passes, REDUCING, SharingGroup};
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
@@ -29,8 +31,12 @@ impl Passes {
         self.attempt(&mut state, |state| {
             // A rank without a batch takes part in the calls, and adds nothing.
             let gradient = if state.mode.is_drained { gradient.zeros_like() } else { gradient };
-            let is_at_end = state.mode.is_micro_batch || self.waits_for_end(state, parameter);
+            let PassMode { is_micro_batch, is_backward, is_drained, .. } = state.mode;
+            let waits_for_end = is_micro_batch || self.waits_for_end(state, parameter);
             let uses = state.uses[parameter.index].of_leaf(leaf);
+            // A pass of the caller's may be dropped, and must not take micro-batches with it.
+            let is_callers = !is_backward && !is_drained;
+            let is_at_end = waits_for_end || is_callers && uses.micro_batches.is_some();
             uses.gradients += 1;
             // Further gradients are added to the sum, which stays as large as one.
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };

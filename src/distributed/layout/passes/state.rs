@@ -189,6 +189,8 @@ pub struct UseOrders {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PassMode {
     pub is_micro_batch: bool,
+    /// `true` during a backward pass of `Layout::backward`, which adds earlier micro-batches.
+    pub is_backward: bool,
     /// `true` while the values are read for other purposes than a pass.
     pub is_reading: bool,
     /// `true` while parameters are gathered that this rank does not use.
@@ -368,6 +370,18 @@ impl PassState {
                 Flight::Gathering(..) => false,
                 Flight::Reducing(reduction) => reduction.of.iter().any(|of| of.index == index),
             })
+    }
+
+    /// Takes the uses of a parameter's values out.
+    pub fn take_leaves(&mut self, index: usize) -> Vec<LeafUses> {
+        let leaves = std::mem::take(&mut self.uses[index].leaves);
+        self.bytes.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        leaves
+    }
+
+    /// The uses of all values of all parameters.
+    pub fn leaves_mut(&mut self) -> impl Iterator<Item = &mut LeafUses> {
+        self.uses.iter_mut().flat_map(|uses| &mut uses.leaves)
     }
 
     /// Reports the bytes that are held now.

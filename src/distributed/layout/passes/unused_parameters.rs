@@ -4,6 +4,7 @@
 //! some use are *partial*: their gradients are reduced at the end of the pass, with zeros, so that
 //! all ranks make the same calls.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::Passes;
@@ -46,6 +47,8 @@ impl Passes {
     pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
         let mut state = self.state();
         self.ensure_collected(&state)?;
+        // Of a pass that did not end, if the caller has caught a panic in it.
+        state.of_ranks = None;
         self.exchange_uses(&mut state, model)?;
         let of_ranks = state.of_ranks.clone().unwrap_or_default();
         let is_needed = |uses: &UsesOfRanks| uses.are_partial && uses.are_in_pass;
@@ -66,8 +69,8 @@ impl Passes {
         let left = self.parameters.iter().find(|p| state.has_left(p.index, is_of_pass));
         let Some(parameter) = left else { return Ok(()) };
         let reason = "it has a gradient of an earlier backward pass, which was not collected";
-        let remedy = "after `loss.backward()`, call `Layout::collect`, or `Layout::discard` if its \
-                      gradients are not used";
+        let remedy = "after `loss.backward()`, call `Layout::collect`, or `Layout::discard_pass` \
+                      if its gradients are not used";
         Err(Error::parameter(&parameter.path, self.groups.world.rank(), reason, remedy))
     }
 
@@ -153,6 +156,36 @@ impl Passes {
         Ok(())
     }
 
+    /// The parameters that only some ranks use, and of which no rank has a gradient: the loss does
+    /// not depend on their uses. In one message, if there are any that only some use.
+    pub(super) fn without_gradients(
+        &self,
+        state: &mut PassState,
+        model: &Identities,
+    ) -> Result<HashSet<usize>> {
+        let partial: Vec<usize> =
+            (0..self.parameters.len()).filter(|index| state.is_partial(*index)).collect();
+        if partial.is_empty() || state.failure.is_some() {
+            return Ok(HashSet::new());
+        }
+        let mut bits = vec![0; partial.len().div_ceil(8)];
+        for (position, index) in partial.iter().enumerate() {
+            let leaf = model.of(&self.parameters[*index]).ok().and_then(|identity| identity.leaf);
+            let mut leaves = state.uses[*index].leaves.iter();
+            // Micro-batches of other values are an error, of which the others are told.
+            let has = leaves.any(|uses| match &uses.micro_batches {
+                Some(_) => true,
+                None => Some(uses.leaf) == leaf && uses.has_gradient(),
+            });
+            bits[position / 8] |= u8::from(has) << (position % 8);
+        }
+        let united = self.groups.world.comm().or_bytes(bits);
+        let united = united.inspect_err(|error| self.fail(state, error.clone()))?;
+        let has = |position: usize| united[position / 8] >> (position % 8) & 1 == 1;
+        let without = partial.into_iter().enumerate().filter(|(position, _)| !has(*position));
+        Ok(without.map(|(_, index)| index).collect())
+    }
+
     /// Starts to reduce the gradient of a parameter that only some ranks use: that of the model's
     /// value, or zeros. In float32, since only some ranks may have micro-batches.
     pub(super) fn start_reducing_partial(
@@ -162,8 +195,7 @@ impl Passes {
         model: &Identities,
     ) -> Result<()> {
         let Some(leaf) = model.of(parameter)?.leaf else { return Err(self.undeclared(parameter)) };
-        let leaves = std::mem::take(&mut state.uses[parameter.index].leaves);
-        state.bytes.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        let leaves = state.take_leaves(parameter.index);
         // The values of a clone are no part of the model's gradient.
         let (of_model, others): (Vec<_>, Vec<_>) =
             leaves.into_iter().partition(|uses| uses.leaf == leaf);
