@@ -1,4 +1,5 @@
-//! Forecasts of memory against the reports of ranks that run, and against published tables.
+//! Forecasts of memory against the reports of ranks that run, and against published tables; and of
+//! time against calculations by hand.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -6,7 +7,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, activation::relu};
 use distmuon::comm::World;
 use distmuon::distributed::{
-    Axis, DistMuonConfig, GradDtype, Layout, MemoryReport, Mesh, Place, Publish, RankMemory,
+    Axis, DistMuonConfig, GradDtype, Layout, Links, MemoryReport, Mesh, Place, Publish, RankMemory,
+    TimeAssumptions,
 };
 use distmuon::{Error, MasterWeights, MuonConfig, RoutingRule, StateDtype};
 use distmuon_testing::models::{Fixed, Layers};
@@ -328,4 +330,61 @@ fn forecasts_of_what_no_run_can_do_are_errors() {
     let invalid = DistMuonConfig::new().with_in_flight(0);
     let error = invalid.forecast_memory(2, 1, &Net::new(&device), replicated).unwrap_err();
     assert!(error.to_string().contains("`in_flight`"), "{error}");
+}
+
+#[test]
+fn the_time_of_one_matrix_on_two_ranks_equals_a_calculation_by_hand() {
+    let device = Device::default().autodiff();
+    let model = LinearConfig::new(8, 8).with_bias(false).init(&device);
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon(""));
+    // Also a small matrix has one owner.
+    let config = DistMuonConfig::new().with_muon(muon).with_small_elements(1);
+    // Not run: the operations of an iteration, which the optimizer counts as well.
+    let optim = config.init(&World::alone(device), &model).unwrap();
+    let iteration = optim.costs().of([8, 8]).each;
+    assert!(iteration > 0.0);
+    let links = |bandwidth: f64, latency: f64| Links { bandwidth, latency };
+    let mut assumed = TimeAssumptions::new(10.0);
+    assumed.operations = iteration / 5.0; // 5 seconds
+    assumed.elementwise = 1.0;
+    assumed.inside = links(64.0, 0.5);
+    assumed.across = links(32.0, 1.0);
+    let flat = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)));
+    let time = |nodes: usize, lay: Lay, assumed: &TimeAssumptions| {
+        config.forecast_time(2, nodes, &model, lay, assumed).unwrap()
+    };
+    // 6 operations for 64 parameters and 10 tokens, of which a rank has half.
+    let passes = 6.0 * 64.0 * 10.0 / 2.0 / assumed.operations;
+    // Half of 256 bytes, twice; then a flag of 4 bytes, to all and back.
+    let messages = |bandwidth: f64, latency: f64| {
+        [2.0 * (latency + 128.0 / bandwidth), 2.0 * (latency + 2.0 / bandwidth)]
+    };
+    for (nodes, [matrix, flags]) in [(1, messages(64.0, 0.5)), (2, messages(32.0, 1.0))] {
+        let forecast = time(nodes, flat, &assumed);
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b, "{nodes}: {a}, not {b}");
+        near(forecast.compute, passes + 5.0);
+        near(forecast.communication, matrix + flags);
+        near(forecast.total, passes + 5.0 + matrix + flags);
+    }
+    // Owned: gathered for both passes, reduced in the backward pass, and not gathered after it.
+    let owned: Lay = |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp"));
+    let [matrix, flags] = messages(64.0, 0.5);
+    let forecast = time(1, owned, &assumed);
+    let expected = passes + 5.0 + 1.5 * matrix + flags;
+    assert!((forecast.total - expected).abs() < 1e-9 * expected, "{forecast}");
+
+    for (name, wrong) in [
+        ("operations", TimeAssumptions::new(1.0)),
+        ("inside.latency", TimeAssumptions::new(1.0)),
+        ("tokens", TimeAssumptions::new(f64::NAN)),
+    ] {
+        let mut wrong = wrong;
+        match name {
+            "operations" => wrong.operations = 0.0,
+            "inside.latency" => wrong.inside.latency = -1.0,
+            _ => {}
+        }
+        let error = config.forecast_time(2, 1, &model, flat, &wrong).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{name}` is invalid")), "{error}");
+    }
 }

@@ -1,28 +1,26 @@
 //! The memory of a rank, before any of it is allocated.
 
 mod passes;
-mod planned;
 mod step;
 
 use std::fmt;
 
 use burn::module::Module;
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use comfy_table::{Table, presets};
 
+use super::planned_rank::{PlannedRank, PlannedRanks};
 use crate::backend::precise_dtype;
 use crate::comm::World;
 use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
-use crate::distributed::optimizer::{bytes_of_parameter, costs, ensure_exchangeable, plan};
+use crate::distributed::optimizer::bytes_of_parameter;
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::distributed::trainable::{self, Trainable, UpdateKind};
+use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
-use crate::parameters::{self, Found};
-use crate::routing::Routing;
+use crate::parameters::Found;
 use crate::update::{ElementwiseUpdate, MANTISSA, MASTER, Slot};
 use passes::PassMemory;
-use planned::Planned;
 use step::StepMemory;
 
 /// The bytes that a rank would hold, from
@@ -161,63 +159,19 @@ impl DistMuonConfig {
         model: &M,
         layout: impl Fn(&World) -> Result<Layout, E>,
     ) -> Result<MemoryForecast, E> {
-        self.check()?;
-        let device = device_of(model);
-        let planned = |rank: usize, first: Option<&Layout>| -> Result<PlannedRank<'_>, E> {
-            // A world for each rank, since a layout knows the rank that it is on.
-            let world = Planned::world(rank, ranks, nodes, device.clone())?;
-            let layout = layout(&world)?.with_config(self.clone());
-            Ok(PlannedRank::new(self, layout, first, model)?)
-        };
+        let planned = PlannedRanks { config: self, ranks, nodes, model, layout };
         // One plan for all: it is the same on every rank.
-        let first = planned(0, None)?;
+        let first = planned.first()?;
         let plan = first.plan()?;
         let mut all = vec![first.memory(&plan, 0)];
         for rank in 1..ranks {
-            all.push(planned(rank, Some(&first.layout))?.memory(&plan, rank));
+            all.push(planned.next(rank, &first)?.memory(&plan, rank));
         }
         Ok(MemoryForecast { ranks: all })
     }
 }
 
-/// The device of the trained parameters.
-fn device_of<M: Module>(model: &M) -> Device {
-    let found = parameters::lazily(model).into_iter();
-    found.filter(|found| found.trainable).map(|found| found.device).next().unwrap_or_default()
-}
-
-/// A model as a rank would have it.
-struct PlannedRank<'a> {
-    config: &'a DistMuonConfig,
-    layout: Layout,
-    routing: Routing,
-    trainable: Trainable,
-    found: Vec<Found>,
-}
-
-impl<'a> PlannedRank<'a> {
-    /// A rank with this layout, with the owners of the first rank's.
-    fn new<M: Module>(
-        config: &'a DistMuonConfig,
-        layout: Layout,
-        first: Option<&Layout>,
-        model: &M,
-    ) -> Result<Self> {
-        let found = layout.divide(model, first)?;
-        let routing = config.muon.route_found(&found)?;
-        let trainable = trainable::of_model(&routing, &found, &layout.cut_parameters())?;
-        layout.check_planned(&trainable.planned)?;
-        Ok(Self { config, layout, routing, trainable, found })
-    }
-
-    fn plan(&self) -> Result<Plan> {
-        let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
-        ensure_exchangeable(&parameters, world.rank())?;
-        let work = (&self.trainable.trainable[..], self.routing.updates());
-        let costs = costs(self.config, &self.layout, &parameters, work)?;
-        plan(self.config, &self.layout, parameters, &costs)
-    }
-
+impl PlannedRank<'_> {
     fn memory(&self, plan: &Plan, rank: usize) -> RankMemory {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();
