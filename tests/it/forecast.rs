@@ -3,7 +3,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, Int, Tensor, activation::relu};
 use distmuon::comm::World;
 use distmuon::distributed::{
@@ -12,6 +12,7 @@ use distmuon::distributed::{
 };
 use distmuon::{Error, MasterWeights, MuonConfig, RoutingRule, StateDtype};
 use distmuon_testing::models::{Fixed, Layers};
+use distmuon_testing::soap::Soap;
 
 /// A model with parameters of all kinds, some of which no number of ranks divides.
 #[derive(Module, Debug)]
@@ -131,6 +132,16 @@ fn half(master: MasterWeights, states: StateDtype) -> MuonConfig {
     MuonConfig::new().with_master_weights(master).with_state_dtype(states)
 }
 
+/// Optimizers whose states have other shapes than the parameters: rows and columns of Adafactor,
+/// preconditioners of SOAP.
+fn of_users() -> MuonConfig {
+    MuonConfig::new()
+        .with_optimizer("adafactor", AdafactorConfig::new().build())
+        .with_layer_optimizer("soap", Soap::default())
+        .with_rule(RoutingRule::custom("^(embedding|norm)", "adafactor"))
+        .with_rule(RoutingRule::custom(r"^layers\.\d\.(weight|bias)$", "soap"))
+}
+
 #[test]
 fn forecasts_are_the_reports_of_ranks() {
     let small = || DistMuonConfig::new().with_bucket_mb(Some(0.005)).with_small_elements(64);
@@ -152,6 +163,8 @@ fn forecasts_are_the_reports_of_ranks() {
             DType::F32,
             small().with_muon(MuonConfig::new().with_state_dtype(StateDtype::Int8)),
         ),
+        ("users' optimizers", DType::F32, small().with_muon(of_users())),
+        ("users' optimizers, bfloat16", DType::BF16, small().with_muon(of_users())),
     ];
     for (name, least, passes, lay) in PLACEMENTS {
         for ranks in [1, 2, 4, 8].into_iter().filter(|ranks| *ranks >= least) {

@@ -3,6 +3,7 @@
 mod passes;
 mod step;
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use burn::module::Module;
@@ -16,7 +17,7 @@ use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
 use crate::distributed::optimizer::bytes_of_parameter;
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::distributed::trainable::UpdateKind;
+use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::{Error, Result};
 use crate::parameters::Found;
 use crate::update::{ElementwiseUpdate, MANTISSA, MASTER, Slot};
@@ -37,8 +38,8 @@ pub struct RankMemory {
     pub shards: usize,
     /// Master weights: see [`MasterWeights`](crate::MasterWeights).
     pub masters: usize,
-    /// Momentum, moments and everything else in the state. Without what an optimizer of the user's
-    /// stores, which is known after its first step.
+    /// Momentum, moments and everything else in the state, also what an optimizer of the user's
+    /// stores.
     pub states: usize,
     /// Messages that are sent and received at one time, at most: of a step, or of the gradients
     /// that a backward pass reduces.
@@ -121,6 +122,10 @@ impl DistMuonConfig {
     /// anything is allocated: no rank runs, and parameters that are not initialised yet stay so.
     /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
+    /// Only the state of a [user's optimizer](crate::custom) is made, since nothing else tells its
+    /// size: for every shape once, on the model's device, by a step on zeros or by
+    /// [`LayerOptimizer::initial`](crate::custom::LayerOptimizer::initial), and dropped.
+    ///
     /// The tensors of the model, its gradients and the optimizer count, as in
     /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
     /// which sends and receives in memory of its own, as MPI and NCCL do. Among threads, a message
@@ -163,21 +168,39 @@ impl DistMuonConfig {
         // One plan for all: it is the same on every rank.
         let first = planned.first()?;
         let plan = first.plan()?;
-        let mut all = vec![first.memory(&plan, 0)];
+        let mut own = OwnBytes::default();
+        let mut all = vec![first.memory(&plan, 0, &mut own)];
         for rank in 1..ranks {
-            all.push(planned.next(rank, &first)?.memory(&plan, rank));
+            all.push(planned.next(rank, &first)?.memory(&plan, rank, &mut own));
         }
         Ok(MemoryForecast { ranks: all })
     }
 }
 
+/// Bytes of the states that users' optimizers make, by their names and the shapes and types of
+/// parameters. All ranks have the same.
+#[derive(Default)]
+struct OwnBytes(BTreeMap<(String, Vec<usize>, &'static str), usize>);
+
+impl OwnBytes {
+    fn of(&mut self, rank: &PlannedRank<'_>, parameter: &TrainableParameter) -> usize {
+        let TrainableParameter { kind, shape, dtype, .. } = parameter;
+        let UpdateKind::Whole { optimizer, .. } = kind else { return 0 };
+        let key = (optimizer.clone(), shape.clone(), dtype.name());
+        *self.0.entry(key).or_insert_with(|| {
+            let device = rank.layout.world().device().clone().inner();
+            rank.routing.updates().whole(optimizer).own_bytes_of(shape, *dtype, &device)
+        })
+    }
+}
+
 impl PlannedRank<'_> {
-    fn memory(&self, plan: &Plan, rank: usize) -> RankMemory {
+    fn memory(&self, plan: &Plan, rank: usize, own: &mut OwnBytes) -> RankMemory {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();
         let parameters = of_model.map(|known| bytes_of_parameter(known, &passes)).sum();
         let [states, masters] = plan.buckets().iter().fold([0; 2], |[states, masters], bucket| {
-            let [more_states, more_masters] = self.states(bucket, rank);
+            let [more_states, more_masters] = self.states(bucket, rank, own);
             [states + more_states, masters + more_masters]
         });
         let memory = RankMemory {
@@ -234,7 +257,7 @@ impl PlannedRank<'_> {
     }
 
     /// Bytes of the states of a rank's shard of a bucket, and of its master weights.
-    fn states(&self, bucket: &Bucket, rank: usize) -> [usize; 2] {
+    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> [usize; 2] {
         let updates = self.routing.updates();
         let of = |slots: Vec<Slot>, batch: [usize; 3]| {
             let (masters, states): (Vec<Slot>, Vec<Slot>) =
@@ -262,7 +285,7 @@ impl PlannedRank<'_> {
                 UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => parameter.batch(),
             };
             let [more_states, more_masters] = of(parameter.slots(updates), batch);
-            [states + more_states, masters + more_masters]
+            [states + more_states + own.of(self, parameter), masters + more_masters]
         })
     }
 }
