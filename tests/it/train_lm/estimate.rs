@@ -94,7 +94,8 @@ fn an_estimate_has_the_time_of_a_step_at_assumed_rates() {
     assert!((step(&slow) / step(&fast) - 2.0).abs() < 1e-3, "{slow}\n{fast}");
     assert_eq!(milliseconds(&slow, "messages, one"), 0.0, "{slow}");
     // Passes: 6 operations for each parameter and token, on 8 ranks of 10^12 a second.
-    let passes = 6.0 * 0.9e6 * 8192.0 / 8.0 / 1e9;
+    let elements = bytes(&slow, "parameters") as f64 / 4.0;
+    let passes = 6.0 * elements * 8192.0 / 8.0 / 1e9;
     assert!((1.0..1.5).contains(&(step(&slow) / passes)), "{slow}");
     let links = estimate(" --assume link-gb=0.1");
     assert!(
