@@ -24,11 +24,11 @@ use chart::{Axis, COLORS, Chart};
 use comfy_table::{Table, presets};
 use common::Matrices;
 use distmuon::comm::World;
-use distmuon::distributed::forecast::{Links, Machine, PassTimes, timeline};
+use distmuon::distributed::forecast::{Machine, PassTimes, timeline};
 use distmuon::distributed::plan::{
     Costs, Cut, MatrixOrder, Parameter, Placement, Plan, PlanConfig, ShapeCost, Slices, Work,
 };
-use distmuon::distributed::{CostSource, DistMuonConfig};
+use distmuon::distributed::{CostSource, DistMuonConfig, Links, TimeAssumptions};
 use distmuon::{MuonConfig, RoutingRule};
 use plotters::style::RGBColor;
 
@@ -42,15 +42,13 @@ const PASSES: f64 = 6.0;
 
 const RANKS: [usize; 10] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
-/// A GPU for comparison: operations per second in these matrices, and bytes of parameters per
-/// second in AdamW, which passes over memory eight times.
-const GPU_OPERATIONS: f64 = 4e14;
-const GPU_ELEMENTWISE: f64 = 3e12 / 8.0;
-/// Bandwidths of a rank's links, in bytes per second, for the measured machine and for GPUs; and
-/// their latency in seconds.
+/// Bandwidth of a rank's links on the measured machine, in bytes per second.
 const BANDWIDTH: f64 = 1.25e9;
-const GPU_LINKS: [(&str, f64); 2] = [("400 Gbit/s", 5e10), ("450 GB/s", 4.5e11)];
-const LATENCY: f64 = 1e-5;
+
+/// A GPU for comparison, as forecasts of time assume it.
+fn gpu() -> TimeAssumptions {
+    TimeAssumptions::new(TOKENS)
+}
 
 /// The shapes of a layer's matrices.
 fn layer() -> [[usize; 2]; 6] {
@@ -206,15 +204,16 @@ impl Model {
             let standard = 15.0 * m * m * n + 5.0 * m * m * m;
             let gram = 6.0 * m * m * n + 14.0 * m * m * m;
             let operations = if n > m { standard.min(gram) } else { standard };
-            (shape, ShapeCost { fixed: 0.0, each: operations / GPU_OPERATIONS })
+            (shape, ShapeCost { fixed: 0.0, each: operations / gpu().operations })
         }))
     }
 
     /// The part of linear scaling that remains on a number of ranks: the passes, and the messages
     /// and updates that are not hidden.
     fn efficiency(&self, ranks: usize, place: &Place) -> f64 {
+        let gpu = gpu();
         let elements: usize = self.parameters.iter().map(Parameter::elements).sum();
-        let seconds = PASSES * elements as f64 * self.tokens / ranks as f64 / GPU_OPERATIONS;
+        let seconds = PASSES * elements as f64 * self.tokens / ranks as f64 / gpu.operations;
         let placed = |(index, parameter): (usize, &Parameter)| {
             let cut = match &place.cut {
                 Some(Cuts::Columns(ranks)) if parameter.matrices() > 0 => Some((*ranks, 1)),
@@ -238,10 +237,8 @@ impl Model {
         };
         let config = PlanConfig { order, ..PlanConfig::default() };
         let plan = Plan::new(parameters, ranks, &config, &costs);
-        let [across, inside] =
-            [GPU_LINKS[0].1, GPU_LINKS[1].1].map(|bandwidth| Links { bandwidth, latency: LATENCY });
-        let node = place.by_node.then_some((NODE, inside));
-        let machine = Machine { links: across, node, elementwise: GPU_ELEMENTWISE };
+        let node = place.by_node.then_some((NODE, gpu.inside));
+        let machine = Machine { links: gpu.across, node, elementwise: gpu.elementwise };
         let embedding = &self.parameters[EMBEDDING];
         let row = (embedding.shape[1] * embedding.dtype.size()) as f64;
         let tokens = self.tokens / ranks as f64;
@@ -348,7 +345,8 @@ fn main() {
     }
     let (costs, rate) = measured_costs();
     let elementwise = measured_adamw();
-    let faster = GPU_OPERATIONS / rate;
+    let gpu = gpu();
+    let faster = gpu.operations / rate;
     println!(
         "measured: {:.1} GFLOP/s, AdamW {:.2} GB/s; GPU: {faster:.0} times as fast",
         rate / 1e9,
@@ -356,19 +354,15 @@ fn main() {
     );
     let elements: usize = parameters().iter().map(Parameter::elements).sum();
     let passes = PASSES * TOKENS * elements as f64;
-    let links = Links { bandwidth: BANDWIDTH, latency: LATENCY };
+    let links = Links { bandwidth: BANDWIDTH, latency: gpu.across.latency };
     let machine = Machine { links, node: None, elementwise };
     let measured = simulate("measured, 10 Gbit/s", &costs, &machine, passes / rate);
 
-    let scaled = costs.shapes().map(|shape| {
-        let ShapeCost { fixed, each } = costs.of(shape);
-        (shape, ShapeCost { fixed: fixed / faster, each: each / faster })
-    });
-    let scaled = Costs::new(scaled);
-    let gpus = GPU_LINKS.iter().flat_map(|(links, bandwidth)| {
-        let gpu_links = Links { bandwidth: *bandwidth, latency: LATENCY };
-        let machine = Machine { links: gpu_links, node: None, elementwise: GPU_ELEMENTWISE };
-        simulate(&format!("GPU, {links}"), &scaled, &machine, passes / GPU_OPERATIONS)
+    let scaled = costs.scaled(1.0 / faster);
+    let gpus = [("400 Gbit/s", gpu.across), ("450 GB/s", gpu.inside)];
+    let gpus = gpus.into_iter().flat_map(|(name, links)| {
+        let machine = Machine { links, node: None, elementwise: gpu.elementwise };
+        simulate(&format!("GPU, {name}"), &scaled, &machine, passes / gpu.operations)
     });
     let efficiencies: Vec<Efficiency> = measured.into_iter().chain(gpus).collect();
     println!("{}", table(&efficiencies));

@@ -16,9 +16,9 @@ use cubecl::config::memory::MemoryLogLevel;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::comm::World;
-use distmuon::distributed::DistMuonConfig;
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
-use distmuon::{MuonConfig, RoutingRule};
+use distmuon::{Error, MuonConfig, RoutingRule};
 use distmuon_testing::excused;
 
 /// Uploads, including those of launch parameters that occur for the first time.
@@ -204,7 +204,50 @@ impl Net {
         }
         gradients
     }
+
+    /// A loss whose gradients are as simple.
+    fn loss(&self) -> Tensor<1> {
+        let matrices =
+            self.matrices.iter().chain(&self.embeddings).map(|matrix| matrix.val().sum());
+        let vectors = self.vectors.iter().map(|vector| vector.val().sum());
+        matrices.chain(vectors).reduce(|sum, other| sum + other).expect("a model has parameters")
+    }
 }
+
+/// A placement of parameters on ranks.
+#[derive(Clone, Copy)]
+struct Placed {
+    name: &'static str,
+    /// `true` if backward passes reduce the gradients, and not the step.
+    passes: bool,
+    lay: fn(&World) -> Result<Layout, Error>,
+}
+
+/// Every rank has all.
+const REPLICATED: Placed =
+    Placed { name: "replicated", passes: false, lay: |world| Ok(Layout::new(&Mesh::flat(world))) };
+
+/// Placements in which a rank has parts.
+const DIVIDED: [Placed; 3] = [
+    Placed {
+        name: "owned",
+        passes: true,
+        lay: |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp")),
+    },
+    Placed {
+        name: "in rows",
+        passes: true,
+        lay: |world| Ok(Layout::new(&Mesh::flat(world)).rows("dp")),
+    },
+    Placed {
+        name: "in slices",
+        passes: false,
+        lay: |world| {
+            let layout = Layout::new(&Mesh::new(world, [Axis::model("tp", world.size())])?);
+            Ok(layout.with_place(Place::shard("matrices", "tp", 1)))
+        },
+    },
+];
 
 /// Matrices by Muon, the rest by AdamW.
 fn muon(structure: &Structure) -> MuonConfig {
@@ -218,22 +261,42 @@ fn muon(structure: &Structure) -> MuonConfig {
 /// The counts of a model's third step on all ranks. Everything was compiled, tuned and cached in
 /// the first two steps.
 fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted {
-    let device = Device::default().autodiff();
+    step_of(REPLICATED, structure, ranks, config)
+}
+
+/// The counts of a step of a model whose parameters are placed on ranks. What passes launch does
+/// not count.
+fn step_of(
+    Placed { name, passes, lay }: Placed,
+    structure: &Structure,
+    ranks: usize,
+    config: &DistMuonConfig,
+) -> Counted {
+    let device = Device::default().autodiff().gradient_checkpointing();
     let muon = muon(structure).with_parts(config.muon.parts.clone());
     let config = config.clone().with_muon(muon);
     let all = Barrier::new(ranks);
     let counts = World::threads(vec![device.clone(); ranks], |world| {
-        let mut net = Net::new(structure, world.device());
-        let mut optim = config.init(&world, &net)?;
+        let layout = lay(&world)?.with_muon(config.muon.clone());
+        let mut net = layout.shard(Net::new(structure, world.device()))?;
+        let mut optim = config.init_on(&layout, &net)?;
+        let gradients = |net: &Net| match passes {
+            true => layout.backward(&net.loss(), net),
+            false => Ok(net.gradients()),
+        };
+        // Fusion keeps the operations of a thread back until it needs their results.
+        let launch_all = || world.device().clone().inner().sync().expect("the device works");
         for _ in 0..2 {
-            let gradients = net.gradients();
+            let gradients = gradients(&net)?;
             net = optim.step(0.01, net, gradients)?;
         }
-        let gradients = net.gradients();
+        let gradients = gradients(&net)?;
+        launch_all();
         all.wait();
         let step = || {
             all.wait();
             let net = optim.step(0.01, net, gradients);
+            launch_all();
             all.wait();
             net
         };
@@ -246,7 +309,8 @@ fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted
     });
     let counted = counts.expect("all ranks step").into_iter().flatten().next();
     let counted = counted.expect("rank 0 counts");
-    counted.print(&format!("{ranks} ranks, clipped by {:?}", config.max_norm), structure);
+    let how = format!("{name}, {ranks} ranks, clipped by {:?}", config.max_norm);
+    counted.print(&how, structure);
     counted
 }
 
@@ -329,6 +393,30 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
     let with_parts = config.clone().with_muon(MuonConfig::new().with_parts(parts));
     let counted_with_parts = step(&Structure::equal(30), 1, &with_parts);
     assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (1, 0));
+}
+
+#[test]
+fn a_step_of_divided_parameters_launches_few_kernels_and_copies_per_parameter() {
+    let Some(_turn) = counting() else { return };
+    let (ranks, config) = (2, DistMuonConfig::new());
+    let counts = DIVIDED.map(|placed| {
+        [30, 120].map(|parameters| step_of(placed, &Structure::equal(parameters), ranks, &config))
+    });
+    let each = counts
+        .each_ref()
+        .map(|[few, many]| (many.launches - few.launches) as f64 / 90.0 / ranks as f64);
+    println!("{each:.2?} launches for each parameter more, on each of {ranks} ranks");
+    // Gradients of owned parameters have arrived before the step, and values stay. Rows and slices
+    // are packed, assembled at the owner, cut there, and unpacked: gradients on one way, and
+    // directions or values on the other.
+    let limits = [1.2, 5.5, 5.7];
+    for (index, [few, many]) in counts.iter().enumerate() {
+        let name = DIVIDED[index].name;
+        assert!(each[index] <= limits[index], "{name}: {}", each[index]);
+        assert_eq!((few.reads, many.reads), (0, 0), "{name}");
+        assert_eq!((few.uploads, many.uploads), (ranks, ranks), "{name}");
+        assert!(!many.kernels.keys().any(|name| scatters(name)), "{:?}", many.kernels);
+    }
 }
 
 #[test]

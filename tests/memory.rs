@@ -1159,6 +1159,9 @@ fn forecasts_are_what_the_allocator_counts() {
     let stochastic = muon().with_master_weights(MasterWeights::Stochastic { seed: 1 });
     let lean = stochastic.with_state_dtype(StateDtype::BFloat16);
     let coded = muon().with_state_dtype(StateDtype::Int8);
+    let lamb = MuonConfig::new()
+        .with_optimizer("lamb", LambConfig::new().build())
+        .with_rule(RoutingRule::custom("", "lamb"));
     let (full, half) = (DType::F32, DType::BF16);
     let cases = [
         ("Muon", full, config(muon(), full), false, replicated),
@@ -1170,6 +1173,8 @@ fn forecasts_are_what_the_allocator_counts() {
         ("in rows", full, config(muon(), full), true, rows),
         ("8 bits", full, config(coded.clone(), full), false, replicated),
         ("8 bits, owned", full, config(coded, full), true, owned),
+        ("LAMB", full, config(lamb.clone(), full), false, replicated),
+        ("LAMB, owned", full, config(lamb, full), true, owned),
     ];
     // Libraries allocate the memory that they keep at first use.
     forecast_and_counted((&cases[0].2, full, 1, false), 8192, replicated);

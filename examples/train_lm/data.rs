@@ -17,7 +17,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, TokenizerBuilder, TokenizerImpl};
 use walkdir::WalkDir;
 
-use super::shards::Shards;
+use super::shards::{Format, Shards};
 
 /// Crates whose sources are the default text. The lock file names their versions and every build
 /// unpacks them, so one lock file gives one text.
@@ -161,18 +161,23 @@ pub enum Split {
 impl Corpus {
     /// Maps shards at `data`, whose tokens are below `of_shards`, or reads and tokenises the text
     /// there, or the default text.
-    pub fn load(data: Option<&Path>, vocabulary: Option<usize>, of_shards: usize) -> Result<Self> {
+    pub fn load(
+        data: Option<&Path>,
+        format: Format,
+        vocabulary: Option<usize>,
+        of_shards: usize,
+    ) -> Result<Self> {
         let files = match data {
             Some(path) => files(path)?,
             None => default_files()?,
         };
-        if Shards::are(&files) {
+        if let Some(files) = Shards::among(&files, format) {
             ensure!(
                 vocabulary.is_none(),
                 "--bpe is for text, and shards have tokens; leave it out"
             );
             let count = files.len();
-            let shards = Shards::open(files)?;
+            let shards = Shards::open(files, format)?;
             tracing::info!("shards: {count} files, {} tokens", shards.len());
             let tokenizer = Tokenizer::Elsewhere { vocabulary: of_shards };
             let fingerprint = shards.fingerprint();

@@ -1,10 +1,11 @@
-//! The memory of a run on ranks that need not be there.
+//! The memory and the time of a run on ranks that need not be there.
 
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::{Device, FloatDType};
-use distmuon::distributed::Axis;
+use distmuon::distributed::{Axis, TimeAssumptions};
 
-use super::options::Options;
+use super::model::GptConfig;
+use super::options::{Options, not_negative, positive};
 use super::settings::Dtype;
 use super::sharding::Sharding;
 
@@ -36,6 +37,67 @@ pub fn estimate(text: &str) -> Result<Estimate> {
     }
 }
 
+/// A rate of a rank, in place of the one that a forecast of time assumes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rate {
+    name: RateName,
+    number: f64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum RateName {
+    /// 10^12 floating-point operations per second.
+    Tflops,
+    /// GB of parameters per second in AdamW.
+    AdamwGb,
+    /// GB per second to the ranks of the node, and to other nodes.
+    NodeGb,
+    LinkGb,
+    LatencyUs,
+}
+
+/// Parses `tflops=400`.
+pub fn rate(text: &str) -> Result<Rate> {
+    let form = "it must be NAME=NUMBER, with the names tflops, adamw-gb, node-gb, link-gb and \
+                latency-us";
+    let (name, number) = text.split_once('=').context(form)?;
+    let (name, parsed) = match name {
+        "tflops" => (RateName::Tflops, positive(number)),
+        "adamw-gb" => (RateName::AdamwGb, positive(number)),
+        "node-gb" => (RateName::NodeGb, positive(number)),
+        "link-gb" => (RateName::LinkGb, positive(number)),
+        "latency-us" => (RateName::LatencyUs, not_negative(number)),
+        _ => bail!(form),
+    };
+    Ok(Rate { name, number: parsed.map_err(|error| anyhow!("{text}: {error}"))? })
+}
+
+impl Rate {
+    fn replace(self, assumed: &mut TimeAssumptions) {
+        let Self { name, number } = self;
+        match name {
+            RateName::Tflops => assumed.operations = number * 1e12,
+            RateName::AdamwGb => assumed.elementwise = number * 1e9,
+            RateName::NodeGb => assumed.inside.bandwidth = number * 1e9,
+            RateName::LinkGb => assumed.across.bandwidth = number * 1e9,
+            RateName::LatencyUs => {
+                assumed.inside.latency = number / 1e6;
+                assumed.across.latency = number / 1e6;
+            }
+        }
+    }
+}
+
+/// Bytes of activations that a rank sums up or exchanges in both passes, of its part of a batch.
+fn activations(sizes: &GptConfig, sharding: &Sharding, of_element: usize, tokens: usize) -> usize {
+    let row = sizes.layers * sizes.width * of_element;
+    // Two regions in a layer, each with a sum in either pass, of the tokens of all slices.
+    let sums = if sharding.slices() > 1 { 4 * row * tokens * sharding.slices() } else { 0 };
+    // Rows go to their experts and back in either pass, and an exchange counts half.
+    let exchanges = if sharding.parts() > 1 { 2 * row * tokens } else { 0 };
+    sums + exchanges
+}
+
 impl Estimate {
     /// The axes of the ranks: those that are given, or else of the nodes.
     fn sharding(self, given: &Sharding) -> Sharding {
@@ -47,7 +109,7 @@ impl Estimate {
         sharding
     }
 
-    /// Prints the memory of a run with these options, of which nothing is allocated.
+    /// Prints the memory and the time of a run with these options, of which nothing is allocated.
     pub fn print(self, options: &Options) -> Result<()> {
         let (settings, sharding) = (&options.settings, self.sharding(&options.sharding));
         let contender = settings.contender_on(self.ranks.max(1), true)?;
@@ -63,10 +125,16 @@ impl Estimate {
         let sizes = settings.model(settings.vocabulary());
         let model = sizes.init(&device.autodiff());
         let config = contender.config(settings, &sharding, self.ranks)?;
-        let forecast = config.forecast_memory(self.ranks, self.nodes, &model, |world| {
-            sharding.layout(world, &config, &model)
-        })?;
-        println!("{}, {}\n{forecast}", contender.name(), settings.describe(&sizes));
+        let layout = |world: &_| sharding.layout(world, &config, &model);
+        let memory = config.forecast_memory(self.ranks, self.nodes, &model, layout)?;
+        println!("{}, {}\n{memory}", contender.name(), settings.describe(&sizes));
+        let tokens = settings.batch * sizes.context;
+        let mut assumed = TimeAssumptions::new(tokens as f64);
+        let of_element = settings.dtype.dtype().size();
+        assumed.activations = activations(&sizes, &sharding, of_element, tokens / self.ranks);
+        options.assume.iter().for_each(|rate| rate.replace(&mut assumed));
+        let time = config.forecast_time(self.ranks, self.nodes, &model, layout, &assumed)?;
+        println!("\n{time}\n{assumed}");
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::comm::{DEADLINE, Launch};
 
-use super::estimate::{Estimate, estimate};
+use super::estimate::{Estimate, Rate, estimate, rate};
 use super::optimizer::Contender;
 use super::settings::{Dtype, Settings};
 use super::sharding::Sharding;
@@ -27,7 +27,7 @@ Examples:
   train_lm --save run.bpk --log run.jsonl     ended by Ctrl-C, then
   train_lm --resume run.bpk --ranks 2         continued on two ranks
   train_lm --depth 20 --dtype bf16 --estimate ranks=8 --owned dp
-                                              the memory of each of 8 ranks
+                                              memory and time of 8 ranks
   mpirun -n 4 train_lm --engine mpi           the ranks as processes
 
 Devices:
@@ -73,7 +73,9 @@ pub struct Options {
     pub engine: Engine,
     #[command(flatten)]
     pub sharding: Sharding,
-    /// Prints the bytes of every rank, and ends. Nothing is allocated.
+    /// Prints the bytes of ranks and the time of a step, and ends.
+    ///
+    /// Nothing is allocated, and nothing measured.
     ///
     /// As in ranks=8,nodes=2, which need not be there.
     ///
@@ -81,6 +83,16 @@ pub struct Options {
     #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
     #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts"], help_heading = "Ranks")]
     pub estimate: Option<Estimate>,
+    /// Rates of a rank in the time of --estimate.
+    ///
+    /// Default: tflops=400,adamw-gb=375,node-gb=450,link-gb=50,latency-us=10.
+    ///
+    /// These are near a GPU of 2023: products, parameters in AdamW, links
+    ///
+    /// inside a node and between nodes, and their latency.
+    #[arg(long, value_name = "NAME=NUMBER,..", value_delimiter = ',', value_parser = rate)]
+    #[arg(requires = "estimate", help_heading = "Ranks")]
+    pub assume: Vec<Rate>,
     /// Checkpoint to write at the end, at every validation and on Ctrl-C.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]

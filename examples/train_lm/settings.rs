@@ -20,7 +20,7 @@ use super::data::{Corpus, files};
 use super::model::GptConfig;
 use super::optimizer::{Contender, OptimizerName, recipe_values};
 use super::options::{at_least_one, positive};
-use super::shards::Shards;
+use super::shards::{Format, Shards};
 
 /// The vocabulary of GPT-2 in multiples of 128, as in modded-nanogpt.
 const GPT2_VOCABULARY: usize = 50_304;
@@ -37,6 +37,13 @@ pub struct Settings {
     /// They are read in order; those with val in their names validate.
     #[arg(long, value_name = "PATH", help_heading = "Data")]
     pub data: Option<PathBuf>,
+    /// Format of the files .bin of --data.
+    ///
+    /// With nanogpt, other files of a folder are left out.
+    #[arg(long, value_enum, default_value_t = Format::ModdedNanogpt, help_heading = "Data")]
+    #[arg(requires = "data")]
+    #[serde(default)]
+    pub data_format: Format,
     /// Tokens of a BPE vocabulary, trained on the text. Default: bytes.
     #[arg(long, value_name = "TOKENS", help_heading = "Data")]
     pub bpe: Option<usize>,
@@ -268,7 +275,7 @@ impl Settings {
     pub fn vocabulary(&self) -> usize {
         let is_shards = || {
             let files = files(self.data.as_deref()?).ok()?;
-            Some(Shards::are(&files))
+            Some(Shards::among(&files, self.data_format).is_some())
         };
         match (self.vocabulary, self.bpe) {
             (Some(vocabulary), _) => vocabulary,
@@ -280,7 +287,7 @@ impl Settings {
 
     /// The text or the shards.
     pub fn corpus(&self) -> Result<Corpus> {
-        Corpus::load(self.data.as_deref(), self.bpe, self.vocabulary())
+        Corpus::load(self.data.as_deref(), self.data_format, self.bpe, self.vocabulary())
     }
 
     /// Fails on all ranks if the options of one of them differ, and names the first that does.

@@ -50,10 +50,11 @@
 //! all optimizers with [`CostSource::Measured`](crate::distributed::CostSource::Measured).
 //! Parameters of other optimizers are balanced by their elements, among themselves.
 //!
-//! The bytes of an optimizer's state are not known before it is copied to the host, and are part of
-//! neither [`Routing`](crate::Routing) nor
-//! [`MemoryReport`](crate::distributed::MemoryReport). A save copies them to the host of the owner,
-//! one parameter at a time, and twice: to learn their shapes, and to send them.
+//! The bytes of an optimizer's state are not known before it is copied to the host, and are no part
+//! of [`Routing`](crate::Routing). A [`MemoryReport`](crate::distributed::MemoryReport) and a save
+//! copy the states to the host of the owner, one parameter at a time. A save does so twice, to
+//! learn their shapes and to send them. A [forecast](crate::DistMuonConfig::forecast_memory) makes
+//! the state of one parameter of each shape.
 //!
 //! Burn reads the tensors of such a state in the default type of the device. Where that is not the
 //! type of the saved state, loading on many ranks or in a world of one is an error; Burn's

@@ -35,7 +35,7 @@ pub use dist_muon::DistMuon;
 #[doc(hidden)]
 pub use dist_muon::{DistMuonState, Ownership};
 #[doc(inline)]
-pub use forecast::{MemoryForecast, RankMemory};
+pub use forecast::{Links, MemoryForecast, RankMemory, TimeAssumptions, Timeline};
 pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LearnerLogits};

@@ -15,6 +15,7 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
 use crate::backend::precise_dtype;
+use crate::flat;
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
@@ -75,7 +76,7 @@ impl WholeUpdate {
         if let Some(entries) = &mut *self.ledger.entries() {
             entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
         }
-        let updated = vec![flat(updated, shape.len())];
+        let updated = vec![flattened(updated, shape.len())];
         let updated = scaled_by(updated, std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
             // There is no iteration whose error could be observed.
@@ -85,6 +86,26 @@ impl WholeUpdate {
         let origins = std::iter::once(origin);
         let stored = InState { dtype, firsts: &[0], elements };
         self.precision.narrow(updated, stored, origins, slots).swap_remove(0)
+    }
+
+    /// The bytes of the optimizer's own state, which is copied to the host for that.
+    pub fn own_bytes(&self, own: Option<&DynState>) -> usize {
+        let mut sink = StateSink::default();
+        self.flatten(own, "", &mut sink);
+        sink.tensors.iter().map(|(_, data)| data.as_bytes().len()).sum()
+    }
+
+    /// The bytes of the optimizer's own state after the first step of a parameter, which is taken
+    /// on zeros for that and dropped.
+    pub fn own_bytes_of(&self, shape: &[usize], parameter: DType, device: &Device) -> usize {
+        let elements = shape.iter().product();
+        if elements == 0 {
+            return 0; // no step is taken
+        }
+        // In the type that a step gives to the optimizer.
+        let zeros = || shaped(flat::zeros(elements, precise_dtype(parameter), device), shape);
+        let tensors = WholeTensors { values: zeros(), gradient: zeros() };
+        self.own_bytes(self.optimizer.state_after_step(shape.len(), tensors).as_ref())
     }
 
     /// Writes the optimizer's own state to a record.
@@ -119,6 +140,6 @@ fn shaped(values: Tensor<1>, shape: &[usize]) -> BridgeTensor {
 }
 
 /// The values of a tensor of a number of dimensions.
-fn flat(tensor: BridgeTensor, rank: usize) -> Tensor<1> {
+fn flattened(tensor: BridgeTensor, rank: usize) -> Tensor<1> {
     with_rank!(rank, D => Tensor::<D>::from_bridge(tensor).reshape([-1]))
 }

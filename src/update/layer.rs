@@ -205,6 +205,17 @@ impl WholeOptimizer {
         }
     }
 
+    /// A state with the shapes of a first step's.
+    pub fn state_after_step(&self, rank: usize, tensors: WholeTensors) -> Option<DynState> {
+        let WholeTensors { values, gradient } = tensors;
+        match self {
+            // Any rate: shapes do not depend on values.
+            Self::Any(optimizer) => optimizer.step_dyn(rank, 1e-3, values, gradient, None).1,
+            // A step leaves their shapes as they are, since it can be taken back.
+            Self::Layer(optimizer) => Some(optimizer.initial_of(rank, values)),
+        }
+    }
+
     /// The values and the state after a step, or those before it if it is rejected.
     pub fn step(
         &self,
@@ -240,6 +251,9 @@ pub(crate) struct WholeTensors {
 pub(crate) trait DynLayerOptimizer: DynOptimizer {
     fn operations_of(&self, shape: &[usize]) -> f64;
 
+    /// The state before the first step.
+    fn initial_of(&self, rank: usize, values: BridgeTensor) -> DynState;
+
     /// The values and the state after a step, or those before it where it is rejected.
     fn step_unless(
         &self,
@@ -254,6 +268,12 @@ pub(crate) trait DynLayerOptimizer: DynOptimizer {
 impl<O: LayerOptimizer> DynLayerOptimizer for O {
     fn operations_of(&self, shape: &[usize]) -> f64 {
         self.operations(shape)
+    }
+
+    fn initial_of(&self, rank: usize, values: BridgeTensor) -> DynState {
+        with_rank!(rank, D => {
+            DynState::create(self.initial(&Tensor::<D>::from_bridge(values)), rank)
+        })
     }
 
     fn step_unless(

@@ -1,15 +1,18 @@
-//! Forecasts of memory against the reports of ranks that run, and against published tables.
+//! Forecasts of memory against the reports of ranks that run, and against published tables; and of
+//! time against calculations by hand.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, Int, Tensor, activation::relu};
 use distmuon::comm::World;
 use distmuon::distributed::{
-    Axis, DistMuonConfig, GradDtype, Layout, MemoryReport, Mesh, Place, Publish, RankMemory,
+    Axis, DistMuonConfig, GradDtype, Layout, Links, MemoryReport, Mesh, Place, Publish, RankMemory,
+    TimeAssumptions,
 };
 use distmuon::{Error, MasterWeights, MuonConfig, RoutingRule, StateDtype};
 use distmuon_testing::models::{Fixed, Layers};
+use distmuon_testing::soap::Soap;
 
 /// A model with parameters of all kinds, some of which no number of ranks divides.
 #[derive(Module, Debug)]
@@ -129,6 +132,16 @@ fn half(master: MasterWeights, states: StateDtype) -> MuonConfig {
     MuonConfig::new().with_master_weights(master).with_state_dtype(states)
 }
 
+/// Optimizers whose states have other shapes than the parameters: rows and columns of Adafactor,
+/// preconditioners of SOAP.
+fn of_users() -> MuonConfig {
+    MuonConfig::new()
+        .with_optimizer("adafactor", AdafactorConfig::new().build())
+        .with_layer_optimizer("soap", Soap::default())
+        .with_rule(RoutingRule::custom("^(embedding|norm)", "adafactor"))
+        .with_rule(RoutingRule::custom(r"^layers\.\d\.(weight|bias)$", "soap"))
+}
+
 #[test]
 fn forecasts_are_the_reports_of_ranks() {
     let small = || DistMuonConfig::new().with_bucket_mb(Some(0.005)).with_small_elements(64);
@@ -150,6 +163,8 @@ fn forecasts_are_the_reports_of_ranks() {
             DType::F32,
             small().with_muon(MuonConfig::new().with_state_dtype(StateDtype::Int8)),
         ),
+        ("users' optimizers", DType::F32, small().with_muon(of_users())),
+        ("users' optimizers, bfloat16", DType::BF16, small().with_muon(of_users())),
     ];
     for (name, least, passes, lay) in PLACEMENTS {
         for ranks in [1, 2, 4, 8].into_iter().filter(|ranks| *ranks >= least) {
@@ -328,4 +343,63 @@ fn forecasts_of_what_no_run_can_do_are_errors() {
     let invalid = DistMuonConfig::new().with_in_flight(0);
     let error = invalid.forecast_memory(2, 1, &Net::new(&device), replicated).unwrap_err();
     assert!(error.to_string().contains("`in_flight`"), "{error}");
+}
+
+#[test]
+fn the_time_of_one_matrix_on_two_ranks_equals_a_calculation_by_hand() {
+    let device = Device::default().autodiff();
+    let model = LinearConfig::new(8, 8).with_bias(false).init(&device);
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon(""));
+    let config = DistMuonConfig::new().with_muon(muon);
+    // Not run: the operations of an iteration, which the optimizer counts as well.
+    let optim = config.init(&World::alone(device), &model).unwrap();
+    let iteration = optim.costs().of([8, 8]).each;
+    assert!(iteration > 0.0);
+    let links = |bandwidth: f64, latency: f64| Links { bandwidth, latency };
+    let mut assumed = TimeAssumptions::new(10.0);
+    assumed.operations = iteration / 5.0; // 5 seconds
+    assumed.elementwise = 1.0;
+    assumed.inside = links(64.0, 0.5);
+    assumed.across = links(32.0, 1.0);
+    let flat = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)));
+    let time = |nodes: usize, lay: Lay, assumed: &TimeAssumptions| {
+        config.forecast_time(2, nodes, &model, lay, assumed).unwrap()
+    };
+    // 6 operations for 64 parameters and 10 tokens, of which a rank has half.
+    let passes = 6.0 * 64.0 * 10.0 / 2.0 / assumed.operations;
+    // Half of 256 bytes, twice; then a flag of 4 bytes, to all and back.
+    let messages = |bandwidth: f64, latency: f64| {
+        [2.0 * (latency + 128.0 / bandwidth), 2.0 * (latency + 2.0 / bandwidth)]
+    };
+    for (nodes, [matrix, flags]) in [(1, messages(64.0, 0.5)), (2, messages(32.0, 1.0))] {
+        let forecast = time(nodes, flat, &assumed);
+        let near = |a: f64, b: f64| assert!((a - b).abs() < 1e-9 * b, "{nodes}: {a}, not {b}");
+        near(forecast.compute, passes + 5.0);
+        near(forecast.communication, matrix + flags);
+        near(forecast.total, passes + 5.0 + matrix + flags);
+    }
+    // Owned: gathered for both passes, reduced in the backward pass, and not gathered after it.
+    // Also small matrices.
+    let owned: Lay = |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp").with_small_elements(1));
+    let [matrix, flags] = messages(64.0, 0.5);
+    let forecast = time(1, owned, &assumed);
+    // Flags pass during the iteration, and nothing waits for them.
+    let expected = passes + 5.0 + 1.5 * matrix;
+    assert!((forecast.total - expected).abs() < 1e-9 * expected, "{forecast}");
+    assert!((forecast.communication - 1.5 * matrix - flags).abs() < 1e-9, "{forecast}");
+
+    for (name, wrong) in [
+        ("operations", TimeAssumptions::new(1.0)),
+        ("inside.latency", TimeAssumptions::new(1.0)),
+        ("tokens", TimeAssumptions::new(f64::NAN)),
+    ] {
+        let mut wrong = wrong;
+        match name {
+            "operations" => wrong.operations = 0.0,
+            "inside.latency" => wrong.inside.latency = -1.0,
+            _ => {}
+        }
+        let error = config.forecast_time(2, 1, &model, flat, &wrong).unwrap_err().to_string();
+        assert!(error.contains(&format!("`{name}` is invalid")), "{error}");
+    }
 }

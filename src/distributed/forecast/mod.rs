@@ -5,7 +5,9 @@
 //! on it.
 
 mod memory;
+mod planned_rank;
+mod planned_world;
 mod time;
 
 pub use memory::{MemoryForecast, RankMemory};
-pub use time::{Links, Machine, PassTimes, Timeline, timeline};
+pub use time::{Links, Machine, PassTimes, TimeAssumptions, Timeline, timeline};

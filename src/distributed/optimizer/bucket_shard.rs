@@ -471,6 +471,13 @@ impl Shard {
         sink
     }
 
+    /// Bytes of the states that the optimizers of whole parameters made. Each is copied to the
+    /// host, to see its size, and dropped.
+    pub fn own_bytes(&self) -> usize {
+        let whole = self.batches.iter().filter_map(|batch| batch.whole.as_ref());
+        whole.map(|row| row.update.own_bytes(row.own.as_ref())).sum()
+    }
+
     /// Returns `true` if this rank owns a whole parameter.
     pub fn owns(&self, parameter: usize) -> bool {
         self.bucket.kind == BucketKind::Whole

@@ -25,9 +25,11 @@ pub struct Usage {
 ///
 /// The report counts the tensors of the model and of the optimizer between the phases of a step,
 /// the owned parameters and gradients of forward and backward passes, and the buffers that the
-/// engine has allocated. It counts neither the intermediate results of an update nor the memory
-/// that a backend keeps in reserve. `total` is the sum of all kinds at one time, so its peak may be
-/// less than the sum of the other peaks; it is the sum of their `at_peak`.
+/// engine has allocated. The states of [users' optimizers](crate::custom) count from their first
+/// step on, and in peaks as if they had been there before. It counts neither the intermediate
+/// results of an update nor the memory that a backend keeps in reserve. `total` is the sum of all
+/// kinds at one time, so its peak may be less than the sum of the other peaks; it is the sum of
+/// their `at_peak`.
 ///
 /// ```
 /// use burn::{nn::LinearConfig, tensor::Device};
@@ -140,6 +142,17 @@ impl MemoryMeter {
 }
 
 impl MemoryReport {
+    /// Adds the bytes of the states that users' optimizers made in their first step, and have had
+    /// since.
+    pub(super) fn with_own_states(mut self, bytes: usize) -> Self {
+        for Usage { now, peak, at_peak } in [&mut self.states, &mut self.total] {
+            *now += bytes;
+            *peak += bytes;
+            *at_peak += bytes;
+        }
+        self
+    }
+
     fn observe(&mut self, snapshot: Snapshot) {
         let Snapshot {
             parameters,

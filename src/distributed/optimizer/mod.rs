@@ -314,9 +314,14 @@ impl DistModuleOptimizer {
     }
 
     /// Returns the bytes of the tensors that this rank holds. Prints as a table.
+    ///
+    /// A [user's optimizer](crate::custom) does not say what its states take. Each call copies them
+    /// to the host, one at a time, to count them.
     pub fn memory(&self) -> MemoryReport {
         let DividedModel { passes, world, .. } = &self.divided;
-        let mut report = self.memory.between_steps(passes, &self.traffic.publication.arriving());
+        let own = self.shards.iter().map(Shard::own_bytes).sum();
+        let arriving = self.traffic.publication.arriving();
+        let mut report = self.memory.between_steps(passes, &arriving).with_own_states(own);
         report.communicators = world.comm().communicators();
         report
     }

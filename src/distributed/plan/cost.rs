@@ -47,6 +47,18 @@ impl Costs {
         self
     }
 
+    /// Multiplies all costs, as from operations to seconds.
+    pub fn scaled(&self, factor: f64) -> Self {
+        let of_shape = |(shape, cost): (&[usize; 2], &ShapeCost)| {
+            (*shape, ShapeCost { fixed: cost.fixed * factor, each: cost.each * factor })
+        };
+        let of_whole = |(path, cost): (&String, &f64)| (path.clone(), cost * factor);
+        Self {
+            matrices: self.matrices.iter().map(of_shape).collect(),
+            whole: self.whole.iter().map(of_whole).collect(),
+        }
+    }
+
     /// Returns the cost of a parameter that is updated whole, or `None` if its optimizer has none.
     pub fn of_whole(&self, path: &str) -> Option<f64> {
         self.whole.get(path).copied()
@@ -180,6 +192,13 @@ mod tests {
         assert_eq!(one.maximum(&other), both);
         assert_eq!(other.maximum(&one), both);
         assert!(both.shapes().eq(SHAPES));
+    }
+
+    #[test]
+    fn scaled_costs_are_multiples() {
+        let whole = |cost: f64| [("head".to_owned(), cost)];
+        let one = costs(&[(SHAPES[0], 1.0, 2.0)]).with_whole(whole(3.0));
+        assert_eq!(one.scaled(0.5), costs(&[(SHAPES[0], 0.5, 1.0)]).with_whole(whole(1.5)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Estimates of memory on the command line.
+//! Estimates of memory and time on the command line.
 
 use super::{folder, rejected, succeed};
 
@@ -68,6 +68,46 @@ fn large_models_are_estimated_on_ranks_that_are_not_there() {
     assert!(owned.lines().all(|line| line.len() <= 80), "{owned}");
 }
 
+/// The milliseconds of a part of an iteration.
+fn milliseconds(output: &str, part: &str) -> f64 {
+    let row = output.lines().find(|line| line.contains(part));
+    let cell = row.and_then(|row| row.split('|').nth(2)?.trim().parse().ok());
+    cell.unwrap_or_else(|| panic!("no {part} in {output}"))
+}
+
+#[test]
+fn an_estimate_has_the_time_of_a_step_at_assumed_rates() {
+    let folder = folder();
+    let estimate = |more: &str| {
+        succeed(folder.path(), &format!("--estimate ranks=8,nodes=2 --batch 64{more}"))
+    };
+    let usual = estimate("");
+    let expected = "assumed: 8192 tokens a step, 0 MB of activations in sums,\n400 TFLOP/s in \
+                    products, 375 GB/s of parameters in AdamW,\nlinks of 450 GB/s and 10 us inside \
+                    nodes and 50 GB/s and 10 us between them";
+    assert!(usual.contains(expected), "{usual}");
+    let free = " --assume node-gb=1e12,link-gb=1e12,latency-us=0";
+    let [slow, fast] =
+        ["1", "2"].map(|rate| estimate(&format!("{free},tflops={rate},adamw-gb=1e9")));
+    let step = |output: &str| milliseconds(output, "an iteration");
+    // Nothing but operations takes time.
+    assert!((step(&slow) / step(&fast) - 2.0).abs() < 1e-3, "{slow}\n{fast}");
+    assert_eq!(milliseconds(&slow, "messages, one"), 0.0, "{slow}");
+    // Passes: 6 operations for each parameter and token, on 8 ranks of 10^12 a second.
+    let elements = bytes(&slow, "parameters") as f64 / 4.0;
+    let passes = 6.0 * elements * 8192.0 / 8.0 / 1e9;
+    assert!((1.0..1.5).contains(&(step(&slow) / passes)), "{slow}");
+    let links = estimate(" --assume link-gb=0.1");
+    assert!(
+        milliseconds(&links, "messages, one") > 10.0 * milliseconds(&usual, "messages, one"),
+        "{links}"
+    );
+    // Two sums in each of 4 layers and either pass, of 32 x 128 tokens for 4 ranks, by 128.
+    let slices = succeed(folder.path(), "--estimate ranks=8 --batch 64 --mesh dp=2,tp=4");
+    let megabytes = 4.0 * 4.0 * 32.0 * 128.0 * 128.0 * 4.0 / 1e6;
+    assert!(slices.contains(&format!("{megabytes} MB of activations")), "{slices}");
+}
+
 #[test]
 fn estimates_of_what_no_run_can_do_are_rejected() {
     let folder = folder();
@@ -88,6 +128,9 @@ fn estimates_of_what_no_run_can_do_are_rejected() {
         ("--estimate ranks=3 --mesh tp=3", "heads of attention can't be divided among 3"),
         ("--estimate ranks=2 --optimizer muon", "trains on one rank"),
         ("--estimate ranks=2 --resume run.bpk", "cannot be used with"),
+        ("--estimate ranks=2 --assume flops=4", "it must be NAME=NUMBER, with the names tflops"),
+        ("--estimate ranks=2 --assume tflops=0", "it must be a positive number"),
+        ("--assume tflops=1", "--estimate <ranks=NUMBER,..>"),
     ] {
         rejected(folder.path(), arguments, expected);
     }

@@ -70,6 +70,52 @@ fn a_run_that_was_interrupted_sees_the_same_tokens() {
 }
 
 #[test]
+fn tokens_without_a_header_are_those_of_shards() {
+    let folder = folder();
+    let path = |name: &str| folder.path().join(name);
+    let counts = [("train", 1600, 1), ("val", 1200, 3)];
+    for folder in ["shards", "nanogpt"] {
+        fs::create_dir(path(folder)).unwrap();
+    }
+    for (name, count, seed) in counts {
+        let tokens = tokens(count, seed);
+        shard(&path(&format!("shards/{name}.bin")), [MAGIC, 1, count as i32], &tokens);
+        let alone: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        fs::write(path(&format!("nanogpt/{name}.bin")), alone).unwrap();
+    }
+    // nanoGPT's folders have more files.
+    fs::write(path("nanogpt/prepare.py"), "import os").unwrap();
+    fs::write(path("nanogpt/meta.pkl"), [0; 9]).unwrap();
+    let flags = "--vocabulary 97 --context 32 --batch 8 --eval-every 1 --sample 4";
+    let flags = format!("{flags} --recipe torch --lr 1e-2");
+    let run = |more: &str| succeed_with_output(folder.path(), &format!("{flags} {more}")).1;
+    let nanogpt = "--data nanogpt --data-format nanogpt";
+    run("--data shards --steps 5 --save shards.bpk");
+    let first = run(&format!("{nanogpt} --steps 3 --save part.bpk"));
+    assert!(first.contains("shards: 2 files, 2800 tokens"), "{first}");
+    let resumed = "--resume part.bpk --steps 5 --eval-every 1 --sample 0 --save rest.bpk";
+    let (_, resumed) = succeed_with_output(folder.path(), resumed);
+    // Three batches of 256 tokens lie behind.
+    let expected = format!("at byte {} of", 2 * 3 * 256);
+    assert!(resumed.contains(&expected) && resumed.contains("train.bin"), "{resumed}");
+    run(&format!("{nanogpt} --steps 5 --ranks 2 --save ranks.bpk"));
+    let curves =
+        ["shards.bpk", "rest.bpk", "ranks.bpk"].map(|name| curve(&folder.path().join(name)));
+    let [shards, rest, ranks] = curves;
+    assert_eq!((shards.len(), &shards), (6, &rest));
+    for ((_, one), (_, two)) in shards.iter().zip(&ranks) {
+        let [one, two] = [one, two].map(|loss| loss.expect("a number"));
+        assert!((one - two).abs() < 1e-3 * one, "{shards:?}, {ranks:?}");
+    }
+    // The checkpoint has the format.
+    rejected(
+        folder.path(),
+        "--resume part.bpk --steps 5 --data shards --data-format modded-nanogpt",
+        "--data-format modded-nanogpt (saved: nanogpt)",
+    );
+}
+
+#[test]
 fn shards_that_can_not_be_trained_on_are_rejected() {
     let folder = folder();
     let write = |name: &str, header, count| {
@@ -82,6 +128,11 @@ fn shards_that_can_not_be_trained_on_are_rejected() {
     write("few.bin", [MAGIC, 1, 1000], 1000);
     write("good.bin", [MAGIC, 1, 60_000], 60_000);
     fs::write(folder.path().join("short.bin"), [0; 1000]).unwrap();
+    fs::write(folder.path().join("odd.bin"), [0; 4001]).unwrap();
+    let nanogpt = "--data-format nanogpt --vocabulary 97";
+    let headered = format!("--data good.bin {nanogpt}");
+    let odd = format!("--data odd.bin {nanogpt}");
+    let text = format!("--data text.rs {nanogpt}");
     let small = "--batch 2 --context 32 --steps 1 --sample 0";
     for (arguments, expected) in [
         (
@@ -102,6 +153,24 @@ fn shards_that_can_not_be_trained_on_are_rejected() {
             "for validation than a batch: expected 65, got 50",
         ),
         ("--data good.bin --bpe 300", "--bpe is for text, and shards have tokens"),
+        ("--data short.bin", "give --data-format nanogpt if it has tokens alone"),
+        ("--data magic.bin", "give --data-format nanogpt if it has tokens alone"),
+        (
+            &headered,
+            "--data good.bin: it has the header of a shard: expected tokens alone, got 20240520 \
+             and version 1; leave --data-format nanogpt out",
+        ),
+        (
+            &odd,
+            "--data odd.bin: its last token is cut: expected an even number of bytes, of 16-bit \
+             tokens, got 4001; write it anew with nanoGPT's prepare.py",
+        ),
+        (
+            &text,
+            "--data has no tokens: expected files .bin, got none; write them with nanoGPT's \
+             prepare.py",
+        ),
+        ("--data-format nanogpt", "--data <PATH>"),
     ] {
         rejected(folder.path(), arguments, expected);
     }

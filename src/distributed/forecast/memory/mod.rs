@@ -1,28 +1,27 @@
 //! The memory of a rank, before any of it is allocated.
 
 mod passes;
-mod planned;
 mod step;
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use burn::module::Module;
-use burn::tensor::{DType, Device};
+use burn::tensor::DType;
 use comfy_table::{Table, presets};
 
+use super::planned_rank::{PlannedRank, PlannedRanks};
 use crate::backend::precise_dtype;
 use crate::comm::World;
 use crate::distributed::config::{DistMuonConfig, GradDtype};
 use crate::distributed::layout::Layout;
-use crate::distributed::optimizer::{bytes_of_parameter, costs, ensure_exchangeable, plan};
+use crate::distributed::optimizer::bytes_of_parameter;
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
-use crate::distributed::trainable::{self, Trainable, UpdateKind};
+use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::{Error, Result};
-use crate::parameters::{self, Found};
-use crate::routing::Routing;
+use crate::parameters::Found;
 use crate::update::{ElementwiseUpdate, MANTISSA, MASTER, Slot};
 use passes::PassMemory;
-use planned::Planned;
 use step::StepMemory;
 
 /// The bytes that a rank would hold, from
@@ -39,8 +38,8 @@ pub struct RankMemory {
     pub shards: usize,
     /// Master weights: see [`MasterWeights`](crate::MasterWeights).
     pub masters: usize,
-    /// Momentum, moments and everything else in the state. Without what an optimizer of the user's
-    /// stores, which is known after its first step.
+    /// Momentum, moments and everything else in the state, also what an optimizer of the user's
+    /// stores.
     pub states: usize,
     /// Messages that are sent and received at one time, at most: of a step, or of the gradients
     /// that a backward pass reduces.
@@ -123,6 +122,10 @@ impl DistMuonConfig {
     /// anything is allocated: no rank runs, and parameters that are not initialised yet stay so.
     /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
+    /// Only the state of a [user's optimizer](crate::custom) is made, since nothing else tells its
+    /// size: for every shape once, on the model's device, by a step on zeros or by
+    /// [`LayerOptimizer::initial`](crate::custom::LayerOptimizer::initial), and dropped.
+    ///
     /// The tensors of the model, its gradients and the optimizer count, as in
     /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
     /// which sends and receives in memory of its own, as MPI and NCCL do. Among threads, a message
@@ -161,69 +164,43 @@ impl DistMuonConfig {
         model: &M,
         layout: impl Fn(&World) -> Result<Layout, E>,
     ) -> Result<MemoryForecast, E> {
-        self.check()?;
-        let device = device_of(model);
-        let planned = |rank: usize, first: Option<&Layout>| -> Result<PlannedRank<'_>, E> {
-            // A world for each rank, since a layout knows the rank that it is on.
-            let world = Planned::world(rank, ranks, nodes, device.clone())?;
-            let layout = layout(&world)?.with_config(self.clone());
-            Ok(PlannedRank::new(self, layout, first, model)?)
-        };
+        let planned = PlannedRanks { config: self, ranks, nodes, model, layout };
         // One plan for all: it is the same on every rank.
-        let first = planned(0, None)?;
+        let first = planned.first()?;
         let plan = first.plan()?;
-        let mut all = vec![first.memory(&plan, 0)];
+        let mut own = OwnBytes::default();
+        let mut all = vec![first.memory(&plan, 0, &mut own)];
         for rank in 1..ranks {
-            all.push(planned(rank, Some(&first.layout))?.memory(&plan, rank));
+            all.push(planned.next(rank, &first)?.memory(&plan, rank, &mut own));
         }
         Ok(MemoryForecast { ranks: all })
     }
 }
 
-/// The device of the trained parameters.
-fn device_of<M: Module>(model: &M) -> Device {
-    let found = parameters::lazily(model).into_iter();
-    found.filter(|found| found.trainable).map(|found| found.device).next().unwrap_or_default()
+/// Bytes of the states that users' optimizers make, by their names and the shapes and types of
+/// parameters. All ranks have the same.
+#[derive(Default)]
+struct OwnBytes(BTreeMap<(String, Vec<usize>, &'static str), usize>);
+
+impl OwnBytes {
+    fn of(&mut self, rank: &PlannedRank<'_>, parameter: &TrainableParameter) -> usize {
+        let TrainableParameter { kind, shape, dtype, .. } = parameter;
+        let UpdateKind::Whole { optimizer, .. } = kind else { return 0 };
+        let key = (optimizer.clone(), shape.clone(), dtype.name());
+        *self.0.entry(key).or_insert_with(|| {
+            let device = rank.layout.world().device().clone().inner();
+            rank.routing.updates().whole(optimizer).own_bytes_of(shape, *dtype, &device)
+        })
+    }
 }
 
-/// A model as a rank would have it.
-struct PlannedRank<'a> {
-    config: &'a DistMuonConfig,
-    layout: Layout,
-    routing: Routing,
-    trainable: Trainable,
-    found: Vec<Found>,
-}
-
-impl<'a> PlannedRank<'a> {
-    /// A rank with this layout, with the owners of the first rank's.
-    fn new<M: Module>(
-        config: &'a DistMuonConfig,
-        layout: Layout,
-        first: Option<&Layout>,
-        model: &M,
-    ) -> Result<Self> {
-        let found = layout.divide(model, first)?;
-        let routing = config.muon.route_found(&found)?;
-        let trainable = trainable::of_model(&routing, &found, &layout.cut_parameters())?;
-        layout.check_planned(&trainable.planned)?;
-        Ok(Self { config, layout, routing, trainable, found })
-    }
-
-    fn plan(&self) -> Result<Plan> {
-        let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
-        ensure_exchangeable(&parameters, world.rank())?;
-        let work = (&self.trainable.trainable[..], self.routing.updates());
-        let costs = costs(self.config, &self.layout, &parameters, work)?;
-        plan(self.config, &self.layout, parameters, &costs)
-    }
-
-    fn memory(&self, plan: &Plan, rank: usize) -> RankMemory {
+impl PlannedRank<'_> {
+    fn memory(&self, plan: &Plan, rank: usize, own: &mut OwnBytes) -> RankMemory {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();
         let parameters = of_model.map(|known| bytes_of_parameter(known, &passes)).sum();
         let [states, masters] = plan.buckets().iter().fold([0; 2], |[states, masters], bucket| {
-            let [more_states, more_masters] = self.states(bucket, rank);
+            let [more_states, more_masters] = self.states(bucket, rank, own);
             [states + more_states, masters + more_masters]
         });
         let memory = RankMemory {
@@ -280,7 +257,7 @@ impl<'a> PlannedRank<'a> {
     }
 
     /// Bytes of the states of a rank's shard of a bucket, and of its master weights.
-    fn states(&self, bucket: &Bucket, rank: usize) -> [usize; 2] {
+    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> [usize; 2] {
         let updates = self.routing.updates();
         let of = |slots: Vec<Slot>, batch: [usize; 3]| {
             let (masters, states): (Vec<Slot>, Vec<Slot>) =
@@ -308,7 +285,7 @@ impl<'a> PlannedRank<'a> {
                 UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => parameter.batch(),
             };
             let [more_states, more_masters] = of(parameter.slots(updates), batch);
-            [states + more_states, masters + more_masters]
+            [states + more_states + own.of(self, parameter), masters + more_masters]
         })
     }
 }

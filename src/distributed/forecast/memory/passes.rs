@@ -2,9 +2,10 @@
 
 use std::collections::VecDeque;
 
-use super::{PlannedRank, RankMemory};
+use super::RankMemory;
 use crate::backend::precise_dtype;
 use crate::comm::received;
+use crate::distributed::forecast::planned_rank::PlannedRank;
 use crate::distributed::layout::{Message, PassParameter, Passes};
 
 /// Gradients of one type on their way to their owners, in one message.

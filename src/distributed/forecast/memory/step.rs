@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 
-use super::{PlannedRank, RankMemory};
+use super::RankMemory;
 use crate::backend::precise_dtype;
 use crate::comm::received;
 use crate::distributed::config::{Gradients, Publish};
+use crate::distributed::forecast::planned_rank::PlannedRank;
 use crate::distributed::optimizer::{Stage, sent_dtype, stages};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
 

@@ -2,12 +2,18 @@
 //!
 //! [`timeline`] goes through an iteration of a [`Plan`] on any number of ranks of a [`Machine`].
 
+mod assumptions;
 mod machine;
 mod passes;
 mod step;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+
+use comfy_table::{Table, presets};
+
+pub use assumptions::TimeAssumptions;
 pub use machine::{Links, Machine};
 pub use passes::PassTimes;
 
@@ -16,7 +22,8 @@ use machine::Wires;
 use passes::Passes;
 use step::Step;
 
-/// The predicted seconds of an iteration, from [`timeline`].
+/// The predicted seconds of an iteration, from
+/// [`DistMuonConfig::forecast_time`](crate::DistMuonConfig::forecast_time). Prints as a table.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timeline {
     /// Seconds from the start of the forward pass to the end of the step.
@@ -25,6 +32,22 @@ pub struct Timeline {
     pub compute: f64,
     /// Seconds of all collectives, one after the other.
     pub communication: f64,
+}
+
+impl fmt::Display for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["milliseconds of", "forecast"]);
+        for (part, seconds) in [
+            ("an iteration", self.total),
+            ("computation of the busiest rank", self.compute),
+            ("messages, one after the other", self.communication),
+        ] {
+            table.add_row([part.to_owned(), format!("{:.3}", 1e3 * seconds)]);
+        }
+        write!(f, "{table}")
+    }
 }
 
 /// Predicts the duration of an iteration: a forward pass, a backward pass and a step. `costs`
