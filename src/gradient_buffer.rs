@@ -94,8 +94,13 @@ impl GradientBuffer {
         Ok(())
     }
 
-    /// Fails if the buffer has gradients of parameters that a model does not have.
-    pub(crate) fn ensure_of<M: Module>(&self, model: &M) -> Result<()> {
+    /// [`add`](Self::add), which also fails if the buffer has gradients of another model.
+    pub(crate) fn add_of_one_model<M: Module>(
+        &mut self,
+        model: &M,
+        gradients: GradientsParams,
+    ) -> Result<()> {
+        self.add(model, gradients)?;
         let mut own = Own { sums: &self.sums, found: HashSet::new() };
         parameters::visit(model, &mut own);
         let others = self.sums.len() - own.found.len();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::optim::{DynState, LearningRate, StateSink, StateSource, join_path};
 use burn::tensor::kind::BridgeTensor;
-use burn::tensor::{DType, Device, Shape, Tensor};
+use burn::tensor::{DType, Device, Int, Shape, Tensor};
 
 use super::UpdateTensors;
 use super::layer::{Decision, WholeOptimizer, WholeTensors, with_rank};
@@ -15,7 +15,6 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
 use crate::backend::precise_dtype;
-use crate::flat;
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
@@ -96,15 +95,20 @@ impl WholeUpdate {
     }
 
     /// The bytes of the optimizer's own state after the first step of a parameter, which is taken
-    /// on zeros for that and dropped.
+    /// on made-up values for that and dropped.
     pub fn own_bytes_of(&self, shape: &[usize], parameter: DType, device: &Device) -> usize {
-        let elements = shape.iter().product();
+        let elements: usize = shape.iter().product();
         if elements == 0 {
             return 0; // no step is taken
         }
         // In the type that a step gives to the optimizer.
-        let zeros = || shaped(flat::zeros(elements, precise_dtype(parameter), device), shape);
-        let tensors = WholeTensors { values: zeros(), gradient: zeros() };
+        // Different values, since optimizers that factor matrices may fail for zeros.
+        let values = || {
+            let values = Tensor::<1, Int>::arange(0..elements as i64, device).float();
+            let values = values.sin().cast(precise_dtype(parameter));
+            shaped(values, shape)
+        };
+        let tensors = WholeTensors { values: values(), gradient: values() };
         self.own_bytes(self.optimizer.state_after_step(shape.len(), tensors).as_ref())
     }
 

@@ -60,14 +60,17 @@ impl Net {
         net.map(&mut Fixed::new(3)).map(&mut Rounded(dtype))
     }
 
-    /// Gradients of a step. One projection has none that is usable in the second, in which its
-    /// heads are clipped nevertheless.
+    /// Gradients of a step. One projection has none that is usable in the second, and another one
+    /// none at all in the third; their heads are clipped nevertheless.
     fn gradients(&self, step: u64, dtype: DType) -> GradientsParams {
         let mut all = gradients(self, step, dtype);
         if step == 1 {
             let id = self.multi_head.query.weight.id;
             let gradient = all.remove::<2>(id).expect("the projection has a gradient");
             all.register(id, gradient.mul_scalar(f32::NAN));
+        }
+        if step == 2 {
+            drop(all.remove::<2>(self.grouped.key.weight.id));
         }
         all
     }

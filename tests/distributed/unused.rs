@@ -48,6 +48,8 @@ pub const IN_PROCESS: &[Case] = cases![
     a_caught_panic_leaves_no_uses_to_the_next_pass,
     a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out,
     batches_of_ranks_that_exchange_items_can_not_be_left_out,
+    a_rank_that_can_not_drain_stops_the_others,
+    the_loss_of_one_model_may_run_through_another_one,
     two_forward_passes_may_come_before_their_backward_passes,
     a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
     a_rank_that_panics_in_a_call_of_a_layout_stops_all_ranks,
@@ -429,10 +431,12 @@ fn dropped_passes_keep_earlier_micro_batches() {
     }
 }
 
-/// As of a metric that some ranks compute: a use without a gradient is none.
+/// As of a metric that some ranks compute: a use without a gradient is none, also next to ranks
+/// that have run out of batches.
 fn uses_that_the_loss_does_not_depend_on_leave_a_parameter_as_it_is() {
-    for (index, layout) in LAYOUTS.iter().enumerate() {
-        let run = ranks_here(2, |world| {
+    let cases = LAYOUTS.iter().enumerate();
+    for ((index, layout), drains) in cases.flat_map(|case| [(case, false), (case, true)]) {
+        let run = ranks_here(if drains { 3 } else { 2 }, |world| {
             let world = with_checkpoints(&world);
             let layout = layout(&world);
             let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
@@ -445,9 +449,14 @@ fn uses_that_the_loss_does_not_depend_on_leave_a_parameter_as_it_is() {
                 match (step, world.rank()) {
                     (0, _) => loss = loss + net.heads[0].forward(x).mean(),
                     (_, 0) => loss = loss + net.heads[0].forward(x).detach().mean(),
+                    // A rank without a batch repeats one that the head was trained with.
+                    (_, 2) => loss = loss + net.heads[0].forward(x).mean(),
                     _ => layout.unused(&net.heads[0]),
                 }
-                let gradients = layout.backward(&loss, &net)?;
+                let gradients = match step > 0 && world.rank() == 2 {
+                    true => layout.drain(&loss, &net)?,
+                    false => layout.backward(&loss, &net)?,
+                };
                 net = optim.step(0.01, net, gradients)?;
                 let whole = layout.unshard(&net)?;
                 seen.push((weights(&whole.trunk), weights(&whole.heads[0])));
@@ -535,6 +544,63 @@ fn a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out() {
         Layout::from(world).owned("dp").with_small_elements(0).with_keep(Keep::Weights)
     };
     assert!(run(kept).unwrap() == expected);
+}
+
+/// The loss of a generator runs through its critic, which has a layout of its own.
+fn the_loss_of_one_model_may_run_through_another_one() {
+    let linear = |outputs: usize, device: &Device| {
+        LinearConfig::new(WIDTH, outputs).init(device).map(&mut Fixed::new(5))
+    };
+    let run = |layout: Option<fn(&World) -> Layout>| {
+        let run = ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let layouts = [0, 1].map(|_| match layout {
+                Some(layout) => layout(&world).with_muon(MuonConfig::new()),
+                None => Layout::from(&world),
+            });
+            let config = DistMuonConfig::new();
+            let [of_generator, of_critic] = &layouts;
+            let (mut generator, mut optim) =
+                config.start(of_generator, linear(WIDTH, world.device()))?;
+            let (mut critic, mut critics) = config.start(of_critic, linear(24, world.device()))?;
+            for seed in 0..3 {
+                let batch =
+                    |part: usize| input(10 * seed + 2 * part + world.rank(), world.device());
+                // The critic's micro-batches are between the generator's.
+                of_critic.accumulate(&critic.forward(batch(0)).square().mean(), &critic)?;
+                let loss = critic.forward(relu(generator.forward(batch(1)))).square().mean();
+                let gradients = of_generator.backward(&loss, &generator)?;
+                of_critic.discard_pass()?;
+                generator = optim.step(0.01, generator, gradients)?;
+                let loss = critic.forward(batch(2)).square().mean();
+                let gradients = of_critic.backward(&loss, &critic)?;
+                critic = critics.step(0.01, critic, gradients)?;
+            }
+            let whole = (of_generator.unshard(&generator)?, of_critic.unshard(&critic)?);
+            Ok((weights(&whole.0), weights(&whole.1)))
+        });
+        run.unwrap()
+    };
+    let expected = run(None);
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        assert!(run(Some(*layout)) == expected, "layout {index}");
+    }
+}
+
+fn a_rank_that_can_not_drain_stops_the_others() {
+    let started = Instant::now();
+    let errors = ranks_here(2, |world| {
+        let layout = Layout::from(&world).with_place(Place::shard("weight", "dp", 0));
+        let table = layout.shard(EmbeddingConfig::new(8, 4).init(world.device()))?;
+        let loss = table.weight.val().mean();
+        match world.rank() {
+            0 => layout.drain(&loss, &table).map(drop),
+            _ => layout.backward(&loss, &table).and_then(|_| world.comm().barrier()),
+        }
+    });
+    let error = errors.expect_err("a rank can't drain").to_string();
+    assert!(error.contains("times zero"), "{error}");
+    assert!(started.elapsed() < crate::DEADLINE / 2, "{:?}", started.elapsed());
 }
 
 fn batches_of_ranks_that_exchange_items_can_not_be_left_out() {

@@ -27,11 +27,7 @@ impl Layout {
     ) -> Result<GradientsParams> {
         self.begin_backward(model)?;
         // Divided parameters take their gradients out during the pass, so these are the rest.
-        let gradients = match self.sharded() {
-            Some(Sharded { passes, .. }) => passes.in_backward(|| loss.backward()),
-            None => loss.backward(),
-        };
-        let gradients = GradientsParams::from_grads(gradients, model);
+        let gradients = self.in_backward(|| GradientsParams::from_grads(loss.backward(), model));
         self.end_backward(model, gradients)
     }
 
@@ -50,7 +46,8 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        self.ensure_drains()?;
+        // Only ranks without a batch make this call: the others wait for them in their passes.
+        self.ensure_drains().inspect_err(|error| self.world().comm().fail(&error.to_string()))?;
         if let Some(Sharded { passes, .. }) = self.sharded() {
             passes.drained(|| -> Result<()> {
                 self.begin_backward(model)?;
@@ -93,8 +90,7 @@ impl Layout {
         // Of parameters that the step reduces: the passes add up their own.
         let mut buffer = self.micro_batches();
         if buffer.count() > 0 {
-            buffer.add(model, gradients)?;
-            buffer.ensure_of(model)?;
+            buffer.add_of_one_model(model, gradients)?;
             gradients = buffer.take_sum();
         }
         // Not while the pass waits for other ranks.
@@ -120,9 +116,15 @@ impl Layout {
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
         let backward = || GradientsParams::from_grads(loss.backward(), model);
         let gradients = self.in_micro_batch(model, backward)?;
-        let mut buffer = self.micro_batches();
-        buffer.add(model, gradients)?;
-        buffer.ensure_of(model)
+        self.micro_batches().add_of_one_model(model, gradients)
+    }
+
+    /// Runs the backward pass of a step, which also reduces the gradients of micro-batches.
+    pub(in crate::distributed) fn in_backward<T>(&self, backward: impl FnOnce() -> T) -> T {
+        match self.sharded() {
+            Some(Sharded { passes, .. }) => passes.in_backward(backward),
+            None => backward(),
+        }
     }
 
     /// Runs a backward pass of a model in which nothing is reduced.

@@ -273,9 +273,10 @@ impl Layout {
     ///
     /// Every backward pass then begins with a message of five bits per parameter, in which the
     /// ranks exchange which parameters they use. Those that only some use are reduced at the end of
-    /// the pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
-    /// forward pass. Vectors, such as biases, stay in memory from the forward to the backward pass,
-    /// also with [`Keep::Nothing`].
+    /// the pass, after a bit for each that says whether any rank has a gradient. If they are
+    /// [owned](Self::owned), the others call [`unused`](Self::unused) in the forward pass. Vectors,
+    /// such as biases, stay in memory from the forward to the backward pass, also with
+    /// [`Keep::Nothing`].
     ///
     /// Without this setting, such passes are errors, as are passes that use parameters in another
     /// order with it.

@@ -78,6 +78,14 @@ impl Layout {
         ParameterShards { in_use, runs }
     }
 
+    /// The ranks that own parameters together with this one, if any are owned.
+    pub(in crate::distributed) fn owning(&self) -> Option<Vec<usize>> {
+        let axis = self.axis.as_ref()?;
+        let replica = |rank: usize| self.mesh.position(axis, rank).1;
+        let own = replica(self.world().rank());
+        Some((0..self.world().size()).filter(|rank| replica(*rank) == own).collect())
+    }
+
     /// The positions of the ranks that share this rank's slice of a parameter and its replicas.
     pub(super) fn positions(&self, axes: &[String], grid: &Grid) -> Vec<Position> {
         // Slices along the axis of owners are not divided further.

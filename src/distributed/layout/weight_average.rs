@@ -50,20 +50,32 @@ impl Layout {
         let rank = self.world().rank();
         let mut values = ValuesByPath(HashMap::new());
         parameters::visit(model, &mut values);
-        let found = parameters::of(&average).into_iter();
-        let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
-        let mut averaging =
-            Averaging { owned: owned.collect(), values: values.0, decay, rank, error: None };
-        let average = parameters::map(average, &mut averaging);
-        averaging.error.map_or(Ok(average), Err)
+        let mut error = None;
+        let average = self.map_elements(average, |path, old| {
+            let value = values.0.remove(path).filter(|value| value.dims() == old.dims());
+            let Some(value) = value else {
+                let reason = "the model does not have it in the shape of the average";
+                let remedy = "start with a clone of the model";
+                error.get_or_insert(Error::parameter(path, rank, reason, remedy));
+                return old;
+            };
+            // In half precision, a step of `1 - decay` is below the rounding of the average, which
+            // would never move.
+            let precise = precise_dtype(old.dtype());
+            let kept = old.cast(precise).mul_scalar(decay);
+            kept + value.cast(precise).mul_scalar(1.0 - decay)
+        });
+        error.map_or(Ok(average), Err)
     }
-}
 
-impl Layout {
     /// Returns the model with a function applied to the values of its float parameters, such as the
     /// clipping of weights: the function gets the path of a parameter and values of it in one
     /// dimension. These are all of them, or this rank's part, so the function has to treat each
-    /// element by itself. Sends nothing.
+    /// element by itself. A rank without a part has one element, which nothing reads. The function
+    /// is also called for frozen parameters.
+    ///
+    /// Sends nothing, but waits for parameters of the last step that are on their way, so that all
+    /// ranks make this call.
     ///
     /// A [`ModuleMapper`](burn::module::ModuleMapper) of the caller's would also visit the stand-in
     /// of every owned parameter, which has the shape of the whole and no values, and fill its
@@ -132,47 +144,5 @@ impl Visit for ValuesByPath {
             parameters::path_with_parts(fields),
             param.val().without_autodiff().reshape([-1]),
         );
-    }
-}
-
-struct Averaging {
-    owned: HashSet<String>,
-    values: HashMap<String, Tensor<1>>,
-    decay: f64,
-    rank: usize,
-    error: Option<Error>,
-}
-
-impl Averaging {
-    fn average<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (id, old, mapper) = param.consume();
-        let elements = old.shape().num_elements();
-        let value = self.values.remove(path).filter(|value| value.dims() == [elements]);
-        let Some(value) = value else {
-            let reason = "the model does not have it in the shape of the average";
-            let remedy = "start with a clone of the model";
-            self.error.get_or_insert(Error::parameter(path, self.rank, reason, remedy));
-            return Param::from_mapped_value(id, old, mapper);
-        };
-        let (dtype, shape) = (old.dtype(), old.shape());
-        // In half precision, a step of `1 - decay` is below the rounding of the average, which
-        // would never move.
-        let precise = precise_dtype(dtype);
-        let kept = old.clone().without_autodiff().cast(precise).mul_scalar(self.decay);
-        let new = kept + value.cast(precise).reshape(shape).mul_scalar(1.0 - self.decay);
-        Param::from_mapped_value(id, in_place_of(&old, new.cast(dtype)), mapper)
-    }
-}
-
-impl parameters::Map for Averaging {
-    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.owned.contains(path) {
-            true => param, // the base
-            false => self.average(path, param),
-        }
-    }
-
-    fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.average(path, part)
     }
 }

@@ -158,8 +158,10 @@ impl<M: LearnerModel> Worker<'_, M> {
             let pass = || TrainStep::step(self.model(), item);
             let accumulation = self.run.accumulation;
             let is_last = batch % accumulation == 0 || progress.is_completed();
-            let mut output =
-                if is_last { pass() } else { self.layout.in_micro_batch(self.model(), pass)? };
+            let mut output = match is_last {
+                true => self.layout.in_backward(pass),
+                false => self.layout.in_micro_batch(self.model(), pass)?,
+            };
             let mut gradients = std::mem::take(&mut output.grads);
             if accumulation > 1 {
                 // In float32, where a single batch is in the type of the parameters.

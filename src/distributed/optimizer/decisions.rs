@@ -57,6 +57,16 @@ impl StepInputs {
         Self { sizes, lrs, present, times: divided.times(), head_clip }
     }
 
+    /// The parameters that the step may change: those with a gradient, and those whose heads it
+    /// scales.
+    pub fn changed(&self) -> Vec<bool> {
+        let is_scaled = |index: &usize| {
+            self.head_clip.as_ref().is_some_and(|clip| clip.factors.contains_key(index))
+        };
+        let present = self.present.iter().enumerate();
+        present.map(|(index, present)| *present || is_scaled(&index)).collect()
+    }
+
     /// The factors on the new values of elements of a parameter.
     pub fn factors(&self, parameter: usize, elements: &Range<usize>) -> Option<Tensor<1>> {
         let factors = self.head_clip.as_ref()?.factors.get(&parameter)?;

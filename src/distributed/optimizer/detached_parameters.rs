@@ -233,16 +233,16 @@ impl DetachedParameters {
         }
     }
 
-    /// Drops the values of all parameters that have a gradient on any rank, so that their updates
-    /// have the only references. The others keep theirs.
-    pub fn keep_absent(&mut self, present: &[bool], known: &[ModelParameter]) {
+    /// Drops the values of the parameters that the step may change, so that their updates have the
+    /// only references. The others keep theirs.
+    pub fn keep_unchanged(&mut self, changed: &[bool], known: &[ModelParameter]) {
         for (original, known) in self.originals.iter_mut().zip(known) {
-            original.take_if(|_| present[known.trainable.clone()].contains(&true));
+            original.take_if(|_| changed[known.trainable.clone()].contains(&true));
         }
     }
 
     /// Returns `true` if a parameter stays as it is.
-    pub fn is_absent(&self, index: usize) -> bool {
+    pub fn is_unchanged(&self, index: usize) -> bool {
         self.originals[index].is_some()
     }
 
@@ -592,6 +592,7 @@ impl parameters::Map for Reattach<'_> {
             return param; // the base
         }
         if let Some(original) = self.originals[index].take() {
+            self.publication.leave_out(known.trainable.clone());
             let (id, _, mapper) = param.consume();
             return Param::from_mapped_value(id, Tensor::from_dispatch(original), mapper);
         }

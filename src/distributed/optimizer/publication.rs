@@ -1,6 +1,7 @@
 //! New parameters that are on their way when a step returns.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::{Param, ParamMapper};
@@ -28,6 +29,8 @@ struct Arrivals {
     pending: VecDeque<(Bucket, Pending)>,
     /// The parameters that have arrived, by their index.
     arrived: HashMap<usize, Tensor<1>>,
+    /// The parameters that the step has not changed. No use waits for them.
+    left_out: HashSet<usize>,
     failure: Option<Error>,
 }
 
@@ -62,6 +65,13 @@ impl Publication {
         arriving.buffers += more.buffers;
     }
 
+    /// Drops parameters when they arrive: the model has kept their values.
+    pub fn leave_out(&self, parameters: Range<usize>) {
+        let mut state = self.state();
+        parameters.clone().for_each(|index| drop(state.arrived.remove(&index)));
+        state.left_out.extend(parameters);
+    }
+
     /// Waits for the oldest bucket. Returns `false` if there is none, or after a failure.
     fn land(&self, state: &mut Arrivals) -> bool {
         let Some((bucket, pending)) = state.pending.pop_front() else { return false };
@@ -72,7 +82,9 @@ impl Publication {
             Ok(buffer) => {
                 arriving.parameters -= landed.parameters;
                 arriving.buffers -= landed.buffers;
-                state.arrived.extend(values(&bucket, &buffer));
+                let Arrivals { arrived, left_out, .. } = state;
+                let awaited = values(&bucket, &buffer);
+                arrived.extend(awaited.filter(|(index, _)| !left_out.contains(index)));
                 true
             }
             Err(error) => {

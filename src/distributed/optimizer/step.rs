@@ -63,7 +63,7 @@ impl DistModuleOptimizer {
             .then(|| held_in_common(&model, &self.divided, &self.shards, &self.accounts.counters));
         let (model, mut detached) = self.detach(model, gradients)?;
         let inputs = self.agree_on_inputs(lr, &detached)?;
-        detached.keep_absent(&inputs.present, &self.divided.parameters);
+        detached.keep_unchanged(&inputs.changed(), &self.divided.parameters);
         // After the agreement: a rank that takes another step gets that error, which says more than
         // other bits do.
         common.map_or(Ok(()), |common| ensure_same(&common, &world))?;
@@ -281,7 +281,7 @@ fn publish_parts(
 ) -> Result<Parts> {
     let DividedModel { parameters, passes, .. } = divided;
     let owned = parameters.iter().enumerate().filter(|(_, known)| known.placement.is_owned());
-    let owned = owned.filter(|(index, _)| !detached.is_absent(*index));
+    let owned = owned.filter(|(index, _)| !detached.is_unchanged(*index));
     // By their indices among the parameters of the passes.
     let owned: BTreeMap<usize, usize> =
         owned.map(|(index, parameter)| (passes[&parameter.path].index, index)).collect();

@@ -123,7 +123,7 @@ impl DistMuonConfig {
     /// `layout` makes the layout of a rank, as for [`start`](Self::start).
     ///
     /// Only the state of a [user's optimizer](crate::custom) is made, since nothing else tells its
-    /// size: for every shape once, on the model's device, by a step on zeros or by
+    /// size: for every shape once, on the model's device, by a step on made-up values or by
     /// [`LayerOptimizer::initial`](crate::custom::LayerOptimizer::initial), and dropped.
     ///
     /// The tensors of the model, its gradients and the optimizer count, as in

@@ -152,10 +152,9 @@ impl DistMuonConfig {
         let rank = PlannedRanks { config: self, ranks, nodes, model, layout }.first()?;
         let plan = rank.plan()?;
         let passes = rank.layout.passes();
-        // Replicas of parts: nodes have them, whose ranks share the parts.
         let is_of_node = nodes > 1
-            && passes.parameters().iter().any(|parameter| {
-                parameter.placement.is_owned() && parameter.shard_counts().ranks() == nodes
+            && rank.layout.owning().is_some_and(|owning| {
+                owning.len() == ranks / nodes && owning.iter().all(|rank| *rank < ranks / nodes)
             });
         let costs = measured_costs::costs(
             CostSource::Operations,

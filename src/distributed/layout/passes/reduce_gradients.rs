@@ -30,9 +30,13 @@ impl Passes {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
             // A rank without a batch takes part in the calls, and adds nothing.
-            let gradient = if state.mode.is_drained { gradient.zeros_like() } else { gradient };
             let PassMode { is_micro_batch, is_backward, is_drained, .. } = state.mode;
+            let gradient = if is_drained { gradient.zeros_like() } else { gradient };
             let waits_for_end = is_micro_batch || self.waits_for_end(state, parameter);
+            if is_drained && waits_for_end {
+                // Zeros take its place at the end, if another rank has a gradient.
+                return Ok(());
+            }
             let uses = state.uses[parameter.index].of_leaf(leaf);
             // A pass of the caller's may be dropped, and must not take micro-batches with it.
             let is_callers = !is_backward && !is_drained;

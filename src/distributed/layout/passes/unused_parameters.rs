@@ -165,7 +165,7 @@ impl Passes {
     ) -> Result<HashSet<usize>> {
         let partial: Vec<usize> =
             (0..self.parameters.len()).filter(|index| state.is_partial(*index)).collect();
-        if partial.is_empty() || state.failure.is_some() {
+        if partial.is_empty() {
             return Ok(HashSet::new());
         }
         let mut bits = vec![0; partial.len().div_ceil(8)];
