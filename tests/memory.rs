@@ -1269,7 +1269,26 @@ fn hold_the_share_of_a_process() {
         }
     }
     hold_rows_of_one_matrix(&world);
+    for (name, layout) in DIVISIONS {
+        hold_parts_of_tables_and_stacks(&world, name, layout);
+    }
     world.comm().barrier().unwrap();
+}
+
+/// The parts of a table and of a stack do not keep the whole.
+#[cfg(feature = "mpi")]
+fn hold_parts_of_tables_and_stacks(world: &World, name: &str, layout: fn(&Mesh) -> Layout) {
+    let before = ALLOCATOR.current_usage();
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
+    let layout = layout(&Mesh::flat(world)).with_muon(muon.clone());
+    let model = layout.shard(Stacked::new(world.device())).unwrap();
+    world.comm().barrier().unwrap();
+    let held = ALLOCATOR.current_usage() - before;
+    let optim = DistMuonConfig::new().with_muon(muon).init_on(&layout, &model).unwrap();
+    let own = optim.memory().parameters.now;
+    // Half of 8 MB, and a layer of 1 MB that one rank has, or both.
+    assert!((4 << 20..6 << 20).contains(&own), "{name}: {own}");
+    assert!((own..own + SCRATCH).contains(&held), "{name}: {held} of {own}");
 }
 
 /// Fewer matrices than ranks: each has half of it in rows, from the start on.

@@ -294,16 +294,21 @@ fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
+/// The same or an error, where ranks leave different layers out.
 fn two_forward_passes_may_come_before_their_backward_passes() {
-    for (index, layout) in LAYOUTS.iter().enumerate() {
+    let tasks: [fn(usize, usize) -> usize; 2] = [|_, _| 0, |seed, rank| seed + rank];
+    let layouts = LAYOUTS.iter().enumerate();
+    for ((index, layout), differ) in layouts.flat_map(|case| [(case, false), (case, true)]) {
+        let task = tasks[usize::from(differ)];
         let run = |in_turns: bool| {
-            let run = ranks_here(2, |world| {
+            ranks_here(2, |world| {
                 let world = with_checkpoints(&world);
                 let layout = layout(&world).with_muon(config().muon);
                 let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
                 let mut optim = config().init_on(&layout, &net)?;
                 let mut buffer = GradientBuffer::new();
-                let loss = |seed| net.loss(Some(&layout), 10 * seed + world.rank(), 0);
+                let rank = world.rank();
+                let loss = |seed| net.loss(Some(&layout), 10 * seed + rank, task(seed, rank));
                 let losses = if in_turns { vec![] } else { vec![loss(0), loss(1)] };
                 for seed in 0..2 {
                     let loss = losses.get(seed).cloned().unwrap_or_else(|| loss(seed));
@@ -311,12 +316,17 @@ fn two_forward_passes_may_come_before_their_backward_passes() {
                 }
                 let net = optim.step(0.01, net, buffer.take_sum())?;
                 Ok(weights(&layout.unshard(&net)?))
-            });
-            run.unwrap()
+            })
         };
-        let expected = run(true);
+        let expected = run(true).unwrap();
         assert!(expected[0] != weights(&Tasks::of(DType::F32, &crate::device())), "it trains");
-        assert!(run(false) == expected, "layout {index}");
+        match run(false) {
+            Ok(trained) => assert!(trained == expected, "layout {index}, {differ}"),
+            Err(error) => {
+                assert!(differ && index > 0, "layout {index}, {differ}: {error}");
+                assert!(error.to_string().contains("the ranks disagree"), "{error}");
+            }
+        }
     }
 }
 

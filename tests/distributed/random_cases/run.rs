@@ -150,6 +150,8 @@ impl<'a> Run<'a> {
         let mut gradients = GradientsParams::new();
         let mut losses = vec![];
         let collects = way == Way::Collected && count == 1 && self.collects();
+        // Where ranks leave layers out, a backward pass comes before the next forward pass.
+        let forward_first = way == Way::ForwardFirst && !self.shape.skips;
         for batch in 1..=count {
             self.passes += 1;
             let is_last = batch == count;
@@ -158,7 +160,7 @@ impl<'a> Run<'a> {
                 let is_spoiled = is_last && spoiled == Some(rank);
                 losses.push((rank, is_last, if is_spoiled { loss * f32::NAN } else { loss }));
             }
-            if way == Way::ForwardFirst && !is_last {
+            if forward_first && !is_last {
                 continue;
             }
             for (rank, is_last, loss) in losses.drain(..) {
