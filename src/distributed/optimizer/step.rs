@@ -271,9 +271,8 @@ fn correct(
     }
 }
 
-/// Gathers this rank's part of each owned parameter that was updated from the shards of its
-/// replicas.
-/// `None` for a part that is on its way.
+/// Gathers this rank's parts of the owned parameters that the step has changed, from the shards
+/// that replicas updated. `None` for other parts, and for those that are on their way.
 fn publish_parts(
     detached: &mut DetachedParameters,
     divided: &DividedModel,
