@@ -1,5 +1,5 @@
-//! The rounds of ranks that are threads, under a scheduler that tries thousands of
-//! interleavings and fails on a deadlock.
+//! The rounds of ranks that are threads, and the waits of ranks that are processes, under a
+//! scheduler that tries thousands of interleavings and fails on a deadlock.
 
 #[allow(dead_code)] // Only ranks that are processes use the rest.
 #[path = "../src/comm/rounds.rs"]
@@ -15,8 +15,11 @@ mod sync {
     pub use shuttle::thread::{ThreadId, current as current_thread};
 }
 
-use std::time::Duration;
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
+use rounds::{RoundKey, Rounds, WaitPoint};
+use shuttle::sync::{Arc, Condvar, Mutex};
 use shuttle::thread;
 use thread_rounds::{Failure, Participant, ThreadRounds};
 
@@ -210,4 +213,188 @@ fn a_payload_is_dropped_by_the_rank_that_contributed_it() {
         },
         |outcomes| assert_eq!(outcomes.len(), 3),
     );
+}
+
+/// A rank that is a process with several threads that make calls, which another engine carries out,
+/// and its messages to the server. A thread may be overtaken between any two of them.
+struct Process {
+    rank: usize,
+    world: Arc<ExternalWorld>,
+    /// The number of its calls in every group.
+    counts: Mutex<HashMap<u64, u64>>,
+    callers: usize,
+    waiting: Mutex<HashMap<thread::ThreadId, WaitPoint>>,
+}
+
+/// The server of a world, and the engine that carries out its calls.
+struct ExternalWorld {
+    server: Mutex<Server>,
+    /// Notified when a rank is blocked, or all have ended.
+    news: Condvar,
+    engine: Mutex<Started>,
+    /// Notified when a rank has started a call, or the world has failed.
+    progress: Condvar,
+}
+
+struct Server {
+    rounds: Rounds<String, ()>,
+    is_blocked: bool,
+    ended: bool,
+}
+
+/// The ranks that have started every call.
+#[derive(Default)]
+struct Started {
+    ranks: HashMap<RoundKey, HashSet<usize>>,
+    has_failed: bool,
+}
+
+impl Process {
+    /// Makes a call of a group, and waits for its end. Returns `false` if the world failed.
+    fn call(&self, group: u64, members: &[usize]) -> bool {
+        let key = {
+            let mut counts = self.counts.lock().unwrap();
+            let count = counts.entry(group).or_default();
+            *count += 1;
+            (group, *count - 1)
+        };
+        let mut engine = self.world.engine.lock().unwrap();
+        engine.ranks.entry(key).or_default().insert(self.rank);
+        self.world.progress.notify_all();
+        let mut is_reported = false;
+        while engine.ranks[&key].len() < members.len() && !engine.has_failed {
+            if is_reported {
+                engine = self.world.progress.wait(engine).unwrap();
+                continue;
+            }
+            drop(engine);
+            self.report(key, members);
+            is_reported = true;
+            engine = self.world.engine.lock().unwrap();
+        }
+        let is_complete = engine.ranks[&key].len() == members.len();
+        drop(engine);
+        if is_reported {
+            let mut server = self.world.server.lock().unwrap();
+            server.rounds.clear_wait(self.rank, WaitPoint::ExternalCall(key));
+            drop(server);
+            self.waiting.lock().unwrap().remove(&thread::current().id());
+        }
+        is_complete
+    }
+
+    /// Reports a wait to the server, and that this rank is blocked if all of its threads wait.
+    fn report(&self, key: RoundKey, members: &[usize]) {
+        let call = Arc::from(format!("call {key:?}"));
+        let since = Instant::now();
+        let mut server = self.world.server.lock().unwrap();
+        // An error is the world's, of which the engine tells.
+        _ = server.rounds.wait_externally(self.rank, key, &members.into(), call, since);
+        drop(server);
+        let mut waiting = self.waiting.lock().unwrap();
+        waiting.insert(thread::current().id(), WaitPoint::ExternalCall(key));
+        let points: Vec<_> = waiting.values().copied().collect();
+        drop(waiting);
+        if points.len() == self.callers {
+            let counts = self.counts.lock().unwrap().clone();
+            let mut server = self.world.server.lock().unwrap();
+            server.rounds.block_after(self.rank, counts, points);
+            server.is_blocked = true;
+            self.world.news.notify_all();
+        }
+    }
+}
+
+impl ExternalWorld {
+    /// Looks for a deadlock whenever a rank is blocked, until all ranks have ended.
+    fn serve(&self) {
+        let mut server = self.server.lock().unwrap();
+        while !server.ended {
+            if std::mem::take(&mut server.is_blocked) && server.rounds.find_deadlock().is_some() {
+                self.engine.lock().unwrap().has_failed = true;
+                self.progress.notify_all();
+            }
+            if !server.is_blocked && !server.ended {
+                server = self.news.wait(server).unwrap();
+            }
+        }
+    }
+}
+
+/// The calls of a thread: a group and its members for each.
+type Calls = Vec<(u64, Vec<usize>)>;
+
+/// Runs the threads of three processes, and returns the failure of the world.
+fn run_processes(calls: fn(rank: usize) -> Vec<Calls>) -> Option<Failure> {
+    let rounds = Rounds::new(3, Duration::from_secs(3600));
+    let world = Arc::new(ExternalWorld {
+        server: Mutex::new(Server { rounds, is_blocked: false, ended: false }),
+        news: Condvar::new(),
+        engine: Mutex::default(),
+        progress: Condvar::new(),
+    });
+    let server = {
+        let world = world.clone();
+        thread::spawn(move || world.serve())
+    };
+    let threads = (0..3).flat_map(|rank| {
+        let calls = calls(rank);
+        let process = Arc::new(Process {
+            rank,
+            world: world.clone(),
+            counts: Mutex::default(),
+            callers: calls.len(),
+            waiting: Mutex::default(),
+        });
+        calls.into_iter().map(move |calls| {
+            let process = process.clone();
+            thread::spawn(move || {
+                _ = calls.iter().all(|(group, members)| process.call(*group, members));
+            })
+        })
+    });
+    let threads: Vec<_> = threads.collect();
+    threads.into_iter().for_each(|thread| thread.join().expect("no rank panics"));
+    world.server.lock().unwrap().ended = true;
+    world.news.notify_all();
+    server.join().expect("the server does not panic");
+    let server = world.server.lock().unwrap();
+    server.rounds.failure().cloned()
+}
+
+#[test]
+fn processes_whose_threads_will_be_served_do_not_fail() {
+    let world = || {
+        let failure = run_processes(|rank| {
+            let all = (0, vec![0, 1, 2]);
+            let pair = |first: usize| (1 + first as u64, vec![first, first + 1]);
+            // Rank 2 serves rank 1, which then serves rank 0, in one thread. The other thread
+            // makes calls of all ranks.
+            let chain = match rank {
+                0 => vec![pair(0), pair(0)],
+                1 => vec![pair(1), pair(0), pair(1), pair(0)],
+                _ => vec![pair(1), pair(1)],
+            };
+            vec![chain, vec![all; 2]]
+        });
+        assert_eq!(failure, None);
+    };
+    shuttle::check_random(world, INTERLEAVINGS);
+    shuttle::check_pct(world, INTERLEAVINGS, 3);
+}
+
+#[test]
+fn processes_all_of_whose_threads_wait_for_each_other_fail() {
+    let world = || {
+        let failure = run_processes(|rank| {
+            let in_group = |group: u64| (group, vec![0, 1, 2]);
+            // Both threads come to calls that others never make, one of them after a call of all.
+            let other = u64::from(rank == 0);
+            vec![vec![in_group(1 + other)], vec![in_group(0), in_group(3 + other)]]
+        });
+        let Some(Failure::Mismatch { calls }) = failure else { panic!("{failure:?}") };
+        assert!(calls.contains("in group"), "{calls}");
+    };
+    shuttle::check_random(world, INTERLEAVINGS);
+    shuttle::check_pct(world, INTERLEAVINGS, 3);
 }

@@ -1,10 +1,11 @@
 //! The memory and the time of a run on ranks that need not be there.
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Device, FloatDType};
 use distmuon::distributed::{Axis, TimeAssumptions};
 
 use super::model::GptConfig;
+use super::optimizer::Contender;
 use super::options::{Options, not_negative, positive};
 use super::settings::Dtype;
 use super::sharding::Sharding;
@@ -109,11 +110,27 @@ impl Estimate {
         sharding
     }
 
+    /// The optimizer of a run with these options, if there can be one, and a forecast of it.
+    fn contender(self, options: &Options, sharding: &Sharding) -> Result<Contender> {
+        // The forecast has an error for no ranks.
+        let ranks = self.ranks.max(1);
+        options.check_batch(ranks.div_ceil(sharding.slices()))?;
+        options.settings.check_axes(sharding.slices(), sharding.parts())?;
+        let contender = options.settings.contender_on(ranks, true)?;
+        ensure!(
+            contender.optimizer.is_shared(),
+            "--estimate forecasts dist-muon and dist-adamw, not --optimizer {}; name one of them, \
+             or leave --optimizer out",
+            contender.optimizer.name()
+        );
+        sharding.check_limits()?;
+        Ok(contender)
+    }
+
     /// Prints the memory and the time of a run with these options, of which nothing is allocated.
     pub fn print(self, options: &Options) -> Result<()> {
         let (settings, sharding) = (&options.settings, self.sharding(&options.sharding));
-        let contender = settings.contender_on(self.ranks.max(1), true)?;
-        settings.check_axes(sharding.slices(), sharding.parts())?;
+        let contender = self.contender(options, &sharding)?;
         let mut device = Device::default();
         let dtype = match settings.dtype {
             Dtype::F32 => FloatDType::F32,

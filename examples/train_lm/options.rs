@@ -79,6 +79,8 @@ pub struct Options {
     ///
     /// As in ranks=8,nodes=2, which need not be there.
     ///
+    /// For dist-muon and dist-adamw.
+    ///
     /// Without --mesh, nodes make the axes node and gpu.
     #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
     #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts"], help_heading = "Ranks")]
@@ -279,7 +281,7 @@ impl Options {
     }
 
     /// Fails for a batch that cannot be divided into parts of equal size.
-    fn check_batch(&self, ranks: usize) -> Result<()> {
+    pub fn check_batch(&self, ranks: usize) -> Result<()> {
         let batch = self.settings.batch;
         let parts = self.accumulate;
         let each = if parts == 1 { String::new() } else { format!(" in {parts} parts each") };

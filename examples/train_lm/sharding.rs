@@ -33,9 +33,11 @@ pub struct Sharding {
     /// A rank has 1/N of every parameter, also of a single matrix.
     #[arg(long, value_name = "AXIS", help_heading = "Ranks", conflicts_with = "owned")]
     pub rows: Option<String>,
-    /// Weights that --owned and --rows keep until the backward pass.
-    #[arg(long, value_enum, default_value_t = Keep::Nothing, help_heading = "Ranks")]
-    pub keep: Keep,
+    /// Weights that are kept until the backward pass. Default: nothing.
+    ///
+    /// For --owned and --rows.
+    #[arg(long, value_enum, help_heading = "Ranks")]
+    pub keep: Option<Keep>,
     /// Sends messages during the passes. Default: true on several ranks.
     ///
     /// For dist-muon and dist-adamw.
@@ -109,8 +111,13 @@ impl Sharding {
         self.overlap.unwrap_or(ranks > 1)
     }
 
-    /// Fails for limits of messages that are not sent.
+    /// Fails for limits of messages that are not sent, and of weights that are not gathered.
     pub fn check_limits(&self) -> Result<()> {
+        ensure!(
+            self.keep.is_none() || self.is_divided(),
+            "--keep says what is kept of weights that --owned and --rows gather; give one of them, \
+             or leave it out"
+        );
         ensure!(
             self.ahead_mb.is_none() || self.is_divided(),
             "--ahead-mb limits what --owned and --rows gather; give one of them, or leave it out"
@@ -185,7 +192,7 @@ impl Sharding {
     }
 
     fn gathers_again(&self) -> bool {
-        self.is_divided() && self.keep == Keep::Nothing
+        self.is_divided() && self.keep.unwrap_or_default() == Keep::Nothing
     }
 
     /// Returns `true` if the ranks divide parameters between steps.
@@ -199,10 +206,11 @@ impl Sharding {
             [] => Mesh::flat(world),
             axes => Mesh::new(world, axes.iter().cloned())?,
         };
-        let layout = Layout::new(&mesh).with_config(config.clone()).with_keep(match self.keep {
+        let keep = match self.keep.unwrap_or_default() {
             Keep::Nothing => distributed::Keep::Nothing,
             Keep::Weights => distributed::Keep::Weights,
-        });
+        };
+        let layout = Layout::new(&mesh).with_config(config.clone()).with_keep(keep);
         let layout = self.ahead_mb.into_iter().fold(layout, Layout::with_ahead_mb);
         let layout = self.in_flight_mb.into_iter().fold(layout, Layout::with_in_flight_mb);
         let layout = match self.slices() {

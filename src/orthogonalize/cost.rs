@@ -62,6 +62,7 @@ mod tests {
         assert_eq!(standard(5, 64, 256, half), 65.0 * cube);
         assert_eq!(gram(5, 1, 64, 64, half), 20.0 * cube);
         assert_eq!(gram(5, 1, 64, 256, half), 38.0 * cube);
+        assert_eq!(gram(5, 2, 64, 256, half), 47.0 * cube);
         assert_eq!(gram(5, 1, 64, 256, full), 60.0 * cube);
         assert_eq!(gram(5, 0, 64, 256, half), 29.0 * cube);
     }

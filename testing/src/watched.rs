@@ -42,6 +42,7 @@ struct Watched {
     watch: Watch,
     replace: Replace,
     traffic: Traffic,
+    values: Traffic,
 }
 
 impl Watched {
@@ -53,6 +54,7 @@ impl Watched {
             watch: Arc::new(|_| Ok(())),
             replace: Arc::new(|_, result| result),
             traffic: Arc::default(),
+            values: Arc::default(),
         }
     }
 }
@@ -81,6 +83,14 @@ pub fn counted(inner: Communicator) -> (Communicator, Traffic) {
     let engine = Watched::over(inner);
     let traffic = engine.traffic.clone();
     (engine.into(), traffic)
+}
+
+/// Returns the same rank of the same world, and the bytes of the values that it sends by calls
+/// without tensors.
+pub fn with_counted_values(world: &World) -> (World, Traffic) {
+    let engine = Watched::over(world.communicator());
+    let values = engine.values.clone();
+    (World::new(engine, world.device().clone()), values)
 }
 
 impl fmt::Debug for Watched {
@@ -120,6 +130,18 @@ impl Watched {
             let result = this.count(collective, 0, || pending.wait())?;
             Ok((this.replace)(collective, result))
         }))
+    }
+
+    /// A call without tensors, to which this rank adds a value.
+    fn value(&self, collective: &'static str, bytes: usize) -> Result<()> {
+        self.event(collective, false)?;
+        *self
+            .values
+            .lock()
+            .expect("no holder of the lock panics")
+            .entry(collective)
+            .or_default() += bytes;
+        Ok(())
     }
 
     /// Returns the bytes that a ring sends of a buffer in one pass: `(N - 1) / N` of the buffer.
@@ -185,7 +207,7 @@ impl Engine for Watched {
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        self.event("all_gather_bytes", false)?;
+        self.value("all_gather_bytes", bytes.len())?;
         self.inner.all_gather_bytes(bytes)
     }
 
@@ -195,22 +217,22 @@ impl Engine for Watched {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
-        self.event("gather_bytes", false)?;
+        self.value("gather_bytes", bytes.len())?;
         self.inner.gather_bytes(bytes, root)
     }
 
     fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
-        self.event("broadcast_bytes", false)?;
+        self.value("broadcast_bytes", bytes.len())?;
         self.inner.broadcast_bytes(bytes, root)
     }
 
     fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
-        self.event("first_bytes", false)?;
+        self.value("first_bytes", bytes.as_ref().map_or(0, Vec::len))?;
         self.inner.first_bytes(bytes)
     }
 
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        self.event("or_bytes", false)?;
+        self.value("or_bytes", bytes.len())?;
         self.inner.or_bytes(bytes)
     }
 

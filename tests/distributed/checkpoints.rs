@@ -4,15 +4,15 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use burn::optim::OptimizerRecord;
+use burn::optim::{LambConfig, OptimizerRecord};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Gradients};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
-use distmuon_testing::watched::counted;
+use distmuon_testing::watched::{counted, with_counted_values};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 use serde::{Serialize, Serializer};
 
-use crate::{Net, config, device, ranks, ranks_here};
+use crate::{Net, config, device, loads_states, ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![a_checkpoint_continues_bit_for_bit_on_any_number_of_ranks,];
 
@@ -24,6 +24,7 @@ pub const IN_PROCESS: &[Case] = cases![
     damage_that_one_rank_reads_is_rejected_on_all_ranks,
     a_save_may_take_longer_than_the_deadline,
     a_save_sends_the_state_to_rank_0_only,
+    states_of_users_optimizers_do_not_pass_through_rank_0s_connections,
     a_save_in_the_background_is_that_of_its_step_on_all_ranks,
 ];
 
@@ -256,6 +257,41 @@ fn a_save_sends_the_state_to_rank_0_only() {
     assert!(!calls.is_empty());
     for (collective, rank) in calls {
         assert!(collective == "gather" && rank != 0, "rank {rank}: {collective}");
+    }
+}
+
+/// States of users' optimizers are messages of tensors, like all others: rank 0's connections carry
+/// their names and shapes only.
+fn states_of_users_optimizers_do_not_pass_through_rank_0s_connections() {
+    if !loads_states() {
+        return;
+    }
+    let folder = Folder::create();
+    let path = folder.path().join("run.ckpt");
+    let muon = config().muon.with_optimizer("lamb", LambConfig::new().build());
+    let muon = muon.with_rule(RoutingRule::custom(r"(embedding|head)\.weight", "lamb"));
+    let config = config().with_muon(muon);
+    // Two moments of either.
+    let state = 2 * 21 * 37 * 4;
+    let sent = ranks_here(3, |world| {
+        let (world, values) = with_counted_values(&world);
+        let net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config.init(&world, &net)?;
+        let gradients = net.gradients(1);
+        let net = optim.step(0.01, net, gradients)?;
+        values.lock().unwrap().clear();
+        optim.save(&path, &net, &1u64)?;
+        let saved = values.lock().unwrap().values().sum::<usize>();
+        let (_, optim, _): (_, _, u64) = optim.load(&path, net)?;
+        let loaded = values.lock().unwrap().values().sum::<usize>() - saved;
+        let record = optim.to_record()?;
+        let gathered = values.lock().unwrap().values().sum::<usize>() - saved - loaded;
+        drop(record);
+        Ok([saved, loaded, gathered])
+    });
+    for (rank, sent) in sent.unwrap().into_iter().enumerate() {
+        println!("rank {rank}: {sent:?} bytes of values, a state is {state}");
+        assert!(sent.iter().all(|bytes| *bytes < state), "rank {rank}: {sent:?} of {state}");
     }
 }
 

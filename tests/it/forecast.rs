@@ -7,8 +7,8 @@ use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, Int, Tensor, activation::relu};
 use distmuon::comm::World;
 use distmuon::distributed::{
-    Axis, DistMuonConfig, GradDtype, Layout, Links, MemoryReport, Mesh, Place, Publish, RankMemory,
-    TimeAssumptions,
+    Axis, CostSource, DistMuonConfig, GradDtype, Layout, Links, MemoryReport, Mesh, Place, Publish,
+    RankMemory, TimeAssumptions,
 };
 use distmuon::{Error, MasterWeights, MuonConfig, RoutingRule, StateDtype};
 use distmuon_testing::models::{Fixed, Layers};
@@ -80,10 +80,11 @@ fn equal_gradients(net: &Net) -> GradientsParams {
 type Lay = fn(&World) -> Result<Layout, Error>;
 
 /// A placement of parameters, by name; `true` if passes send gradients.
-const PLACEMENTS: [(&str, usize, bool, Lay); 6] = [
+const PLACEMENTS: [(&str, usize, bool, Lay); 7] = [
     ("replicated", 1, false, |world| Ok(Layout::new(&Mesh::flat(world)))),
     ("reduced in passes", 1, true, |world| Ok(Layout::new(&Mesh::flat(world)).overlap_backward())),
     ("owned", 1, true, |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp"))),
+    ("rows", 1, true, |world| Ok(Layout::new(&Mesh::flat(world)).rows("dp"))),
     ("owned inside nodes", 4, true, |world| {
         let axes = [Axis::data("node", 2), Axis::data("gpu", world.size() / 2)];
         Ok(Layout::new(&Mesh::new(world, axes)?).owned("gpu"))
@@ -343,6 +344,23 @@ fn forecasts_of_what_no_run_can_do_are_errors() {
     let invalid = DistMuonConfig::new().with_in_flight(0);
     let error = invalid.forecast_memory(2, 1, &Net::new(&device), replicated).unwrap_err();
     assert!(error.to_string().contains("`in_flight`"), "{error}");
+}
+
+#[test]
+fn forecasts_by_measured_costs_are_errors() {
+    let model = Net::new(&Device::default().autodiff());
+    let config = DistMuonConfig::new().with_costs(CostSource::Measured);
+    let lays: [Lay; 2] = [replicated, |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp"))];
+    for lay in lays {
+        let memory = config.forecast_memory(2, 1, &model, lay).unwrap_err();
+        let time = config.forecast_time(2, 1, &model, lay, &TimeAssumptions::new(1.0));
+        for error in [memory, time.unwrap_err()] {
+            assert!(matches!(error, Error::Setting { .. }), "{error}");
+            let expected = "`costs` is invalid: expected `Operations` (a forecast measures \
+                            nothing), got Measured; change `costs`";
+            assert!(error.to_string().contains(expected), "{error}");
+        }
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@ use burn::tensor::Device;
 
 use super::planned_world::Planned;
 use crate::comm::World;
-use crate::distributed::config::DistMuonConfig;
+use crate::distributed::config::{CostSource, DistMuonConfig};
 use crate::distributed::layout::Layout;
 use crate::distributed::optimizer::{costs, ensure_exchangeable, plan};
 use crate::distributed::plan::Plan;
@@ -32,6 +32,7 @@ where
     /// The first rank, whose layout chooses the owners.
     pub fn first(&self) -> Result<PlannedRank<'a>, E> {
         self.config.check()?;
+        ensure_counted(self.config.costs)?;
         self.rank(0, None)
     }
 
@@ -45,6 +46,17 @@ where
         let world = Planned::world(rank, self.ranks, self.nodes, device_of(self.model))?;
         let layout = (self.layout)(&world)?.with_config(self.config.clone());
         Ok(PlannedRank::new(self.config, layout, first, self.model)?)
+    }
+}
+
+/// Fails for costs that are measured, which ranks that are not there can't do.
+fn ensure_counted(costs: CostSource) -> Result<()> {
+    match costs {
+        CostSource::Operations => Ok(()),
+        CostSource::Measured => {
+            let expected = "`Operations` (a forecast measures nothing)";
+            Err(Error::setting("costs", "Measured", expected))
+        }
     }
 }
 

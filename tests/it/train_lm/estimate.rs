@@ -68,6 +68,22 @@ fn large_models_are_estimated_on_ranks_that_are_not_there() {
     assert!(owned.lines().all(|line| line.len() <= 80), "{owned}");
 }
 
+#[test]
+fn a_vocabulary_decides_on_the_parameters_of_a_depth() {
+    let folder = folder();
+    for (depth, vocabulary, millions) in [
+        (20, "", 394),
+        (20, " --vocabulary 50304", 522),
+        (20, " --vocabulary 65536", 561),
+        (16, " --vocabulary 32768", 268),
+    ] {
+        let arguments = format!("--depth {depth}{vocabulary} --estimate ranks=1");
+        let estimate = succeed(folder.path(), &arguments);
+        let parameters = bytes(&estimate, "parameters") / 4;
+        assert_eq!((parameters + 500_000) / 1_000_000, millions, "{arguments}: {estimate}");
+    }
+}
+
 /// The milliseconds of a part of an iteration.
 fn milliseconds(output: &str, part: &str) -> f64 {
     let row = output.lines().find(|line| line.contains(part));
@@ -127,6 +143,22 @@ fn estimates_of_what_no_run_can_do_are_rejected() {
         ("--estimate ranks=8 --mesh dp=4", "`mesh` is invalid"),
         ("--estimate ranks=3 --mesh tp=3", "heads of attention can't be divided among 3"),
         ("--estimate ranks=2 --optimizer muon", "trains on one rank"),
+        (
+            "--estimate ranks=1 --optimizer adamw",
+            "--estimate forecasts dist-muon and dist-adamw, not --optimizer adamw; name one of",
+        ),
+        ("--estimate ranks=1 --optimizer burn-muon", "not --optimizer burn-muon; name one of them"),
+        ("--estimate ranks=1 --optimizer muon", "not --optimizer muon; name one of them"),
+        ("--estimate ranks=3", "--batch 16 can't be divided among 3 ranks; give a multiple of 3"),
+        (
+            "--estimate ranks=8 --accumulate 4",
+            "--batch 16 can't be divided among 8 ranks in 4 parts each; give a multiple of 32",
+        ),
+        ("--estimate ranks=8 --ahead-mb 1", "--ahead-mb limits what --owned and --rows gather"),
+        ("--estimate ranks=8 --in-flight-mb 1 --overlap=false", "leave --overlap=false out"),
+        ("--estimate ranks=8 --keep weights", "--keep says what is kept of weights"),
+        ("--estimate ranks=2 --costs measured", "`costs` is invalid: expected `Operations`"),
+        ("--estimate ranks=2 --owned dp --costs measured", "(a forecast measures nothing)"),
         ("--estimate ranks=2 --resume run.bpk", "cannot be used with"),
         ("--estimate ranks=2 --assume flops=4", "it must be NAME=NUMBER, with the names tflops"),
         ("--estimate ranks=2 --assume tflops=0", "it must be a positive number"),

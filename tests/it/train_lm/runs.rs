@@ -431,3 +431,32 @@ fn a_divided_run_prints_its_plan_and_continues_under_another() {
     assert_eq!(own.len(), 2);
     assert_eq!(own, other);
 }
+
+#[cfg(feature = "optimal")]
+#[test]
+fn an_optimal_plan_changes_no_bit() {
+    let folder = folder();
+    let flags =
+        "--data text.rs --context 16 --batch 2 --steps 2 --eval-every 0 --sample 0 --ranks 2";
+    let losses = |balancing: &str| {
+        let more = format!("--owned dp --balancing {balancing} --log {balancing}.jsonl");
+        let stdout = succeed(folder.path(), &format!("{flags} {more}"));
+        let plan = format!("plan: {balancing}, costs in operations");
+        assert!(stdout.contains(&plan), "{stdout}");
+        per_step(&log(&folder.path().join(format!("{balancing}.jsonl"))), "loss")
+    };
+    let [optimal, greedy] = ["optimal", "greedy"].map(losses);
+    assert_eq!(optimal.len(), 2);
+    assert_eq!(optimal, greedy);
+}
+
+#[cfg(not(feature = "optimal"))]
+#[test]
+fn an_optimal_plan_needs_its_feature() {
+    let folder = folder();
+    let expected = "--balancing optimal is missing in this program: build train_lm with --features \
+                    optimal";
+    for arguments in ["--data text.rs --ranks 2", "--estimate ranks=2"] {
+        rejected(folder.path(), &format!("{arguments} --balancing optimal"), expected);
+    }
+}

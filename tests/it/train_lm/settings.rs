@@ -56,6 +56,8 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --owned dp --optimizer adamw", "compare only these"),
         ("--data text.rs --ahead-mb 1 --ranks 2", "--ahead-mb limits what"),
         ("--data text.rs --owned dp --ahead-mb=-1 --ranks 2", "it must be zero or more"),
+        ("--data text.rs --keep weights --ranks 2", "--keep says what is kept of weights"),
+        ("--data text.rs --keep nothing", "give one of them, or leave it out"),
         ("--data text.rs --in-flight-mb 1 --overlap=false --ranks 2", "leave --overlap=false out"),
         ("--data text.rs --in-flight-mb 1 --optimizer adamw", "compare only these"),
         ("--data text.rs --mesh tp=2 --ranks 2 --optimizer muon", "trains on one rank"),

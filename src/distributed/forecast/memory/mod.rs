@@ -154,9 +154,11 @@ impl DistMuonConfig {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if `ranks` is 0 or `nodes` does not divide it; as
-    /// [`init_on`](Self::init_on) and [`Layout::table`](crate::distributed::Layout::table) for a
-    /// model that the optimizer can't train or the layout can't divide; the errors of `layout`.
+    /// [`Error::Setting`] if `ranks` is 0, if `nodes` does not divide it, and for
+    /// [`CostSource::Measured`](crate::distributed::CostSource::Measured), since nothing is
+    /// measured; as [`init_on`](Self::init_on) and
+    /// [`Layout::table`](crate::distributed::Layout::table) for a model that the optimizer can't
+    /// train or the layout can't divide; the errors of `layout`.
     pub fn forecast_memory<M: Module, E: From<Error>>(
         &self,
         ranks: usize,

@@ -139,7 +139,8 @@ impl DistMuonConfig {
     /// # Errors
     ///
     /// [`Error::Setting`] for a rate that is not above 0, for tokens or latencies that are below 0
-    /// or not finite; as [`forecast_memory`](Self::forecast_memory).
+    /// or not finite, and for [`CostSource::Measured`], since nothing is measured; as
+    /// [`forecast_memory`](Self::forecast_memory).
     pub fn forecast_time<M: Module, E: From<Error>>(
         &self,
         ranks: usize,
