@@ -949,7 +949,12 @@ fn parameters_that_only_some_ranks_use_are_rejected_unless_allowed() {
             let layout = if is_allowed { layout.allow_unused() } else { layout };
             pass(world, layout, declares)
         });
-        assert!(errors.iter().all(|error| is_of_different_calls(error)), "{errors:?}");
+        // Heads have one shape: the ranks may get each other's, and learn of it before they train.
+        let is_told = |error: &String| {
+            is_of_different_calls(error)
+                || is_allowed && error.contains("other ranks use it in this pass")
+        };
+        assert!(errors.iter().all(is_told), "{errors:?}");
     }
 }
 

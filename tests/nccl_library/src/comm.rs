@@ -2,17 +2,17 @@
 //!
 //! The file has a head of counters and one slot for every rank. A collective has rounds: every rank
 //! copies a chunk of its contribution into its slot, all ranks meet at a barrier, every rank copies
-//! the data that it needs from the slots, and all ranks meet again. Sums are taken in pairs of
-//! ranks, then of pairs, and so on. For sends and receives, a slot is divided into a mailbox for
-//! every rank.
+//! the data that it needs from the slots, and all ranks meet again. In the first round they also
+//! compare their calls. Sums are taken in pairs of ranks, then of pairs, and so on. For sends and
+//! receives, a slot is divided into a mailbox for every rank. A rank that waits sleeps until
+//! another one has changed something: there are more ranks than cores.
 
 use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
 use std::slice;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use half::{bf16, f16};
 use memmap2::{MmapOptions, MmapRaw};
@@ -22,6 +22,8 @@ use crate::Code;
 /// Bytes of a slot.
 const SLOT: usize = 1 << 20;
 const MAX_RANKS: usize = 64;
+/// The time after which a thread that waits looks again, whatever has changed.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -58,6 +60,8 @@ struct Head {
     barriers: AtomicU32,
     /// Set when a rank has failed or aborted.
     ended: AtomicU32,
+    /// Changes for which a rank may wait.
+    changes: AtomicU32,
     /// A description of the call of every rank.
     calls: [AtomicU64; MAX_RANKS],
     /// The mailboxes from every rank to every rank.
@@ -158,6 +162,28 @@ impl Comm {
 
     pub fn abort(&self) {
         self.head().ended.store(1, Ordering::SeqCst);
+        self.notify();
+    }
+
+    /// Wakes all threads that [wait for a change](Self::await_change).
+    fn notify(&self) {
+        let changes = &self.head().changes;
+        changes.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: the address is that of a counter in a map that this communicator keeps.
+        unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+    }
+
+    /// The number of changes before a condition is looked at.
+    fn changes(&self) -> u32 {
+        self.head().changes.load(Ordering::SeqCst)
+    }
+
+    /// Waits until there are other changes than those that were seen, but not for long.
+    fn await_change(&self, seen: u32) {
+        let longest = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_SLEEP.subsec_nanos().into() };
+        let changes = self.head().changes.as_ptr();
+        // SAFETY: as above, and the time lives during the call.
+        unsafe { libc::syscall(libc::SYS_futex, changes, libc::FUTEX_WAIT, seen, &longest) };
     }
 
     fn end(&self, code: Code, text: String) {
@@ -173,15 +199,18 @@ impl Comm {
             // In this order: a rank that leaves the barrier may arrive at the next one at once.
             head.arrived.store(0, Ordering::SeqCst);
             head.barriers.fetch_add(1, Ordering::SeqCst);
+            self.notify();
         }
-        let start = Instant::now();
-        while head.barriers.load(Ordering::SeqCst) == barrier {
+        loop {
+            let seen = self.changes();
+            if head.barriers.load(Ordering::SeqCst) != barrier {
+                return Ok(());
+            }
             if head.ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
-            pause(start);
+            self.await_change(seen);
         }
-        Ok(())
     }
 
     /// Counts a group of calls that [`run`](Self::run) carries out later.
@@ -192,19 +221,24 @@ impl Comm {
     pub fn run(&self, operations: &[Operation]) {
         self.carry_out(operations);
         self.pending.fetch_sub(1, Ordering::SeqCst);
+        self.notify();
     }
 
     /// Ends the communicator instead of carrying out a group of calls, as a network failure does.
     pub fn fail(&self) {
         self.end(Code::SystemError, "the link is down".to_owned());
         self.pending.fetch_sub(1, Ordering::SeqCst);
+        self.notify();
     }
 
     /// Waits until all launched calls have been carried out or have failed.
     pub fn wait(&self) {
-        let start = Instant::now();
-        while self.pending.load(Ordering::SeqCst) > 0 {
-            pause(start);
+        loop {
+            let seen = self.changes();
+            if self.pending.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            self.await_change(seen);
         }
     }
 
@@ -229,13 +263,13 @@ impl Comm {
         }
     }
 
-    /// Ends the communicator unless all ranks make the same call.
-    fn compare(&self, operation: &Operation) -> Result<(), ()> {
-        let Operation { kind, count, dtype, peer, .. } = *operation;
-        let call =
-            ((kind as u64) << 56) ^ ((dtype as u64) << 48) ^ ((peer as u64) << 40) ^ count as u64;
+    /// Tells the other ranks of this rank's call, before the first barrier.
+    fn describe(&self, call: u64) {
         self.head().calls[self.rank].store(call, Ordering::SeqCst);
-        self.barrier()?;
+    }
+
+    /// Ends the communicator unless all ranks make the same call, after the first barrier.
+    fn compare(&self, call: u64, Operation { kind, count, .. }: &Operation) -> Result<(), ()> {
         let other =
             (0..self.size).find(|rank| self.head().calls[*rank].load(Ordering::SeqCst) != call);
         if let Some(other) = other {
@@ -245,13 +279,19 @@ impl Comm {
             self.end(Code::InvalidUsage, text);
             return Err(());
         }
-        // No rank may start its next call before all ranks have read the descriptions.
-        self.barrier()
+        Ok(())
     }
 
     fn collective(&self, operation: &Operation) -> Result<(), ()> {
-        self.compare(operation)?;
         let Operation { kind, source, target, count, dtype, peer } = *operation;
+        let call =
+            ((kind as u64) << 56) ^ ((dtype as u64) << 48) ^ ((peer as u64) << 40) ^ count as u64;
+        self.describe(call);
+        if count == 0 {
+            self.barrier()?;
+            self.compare(call, operation)?;
+            return self.barrier();
+        }
         let (rank, size) = (self.rank, self.size);
         let scatters = kind == Kind::ReduceScatter;
         let step = if scatters { SLOT / size / 8 * 8 } else { SLOT };
@@ -271,6 +311,9 @@ impl Comm {
                 }
             }
             self.barrier()?;
+            if offset == 0 {
+                self.compare(call, operation)?;
+            }
             // SAFETY: every slot holds the chunks of its rank, the target has space for the result,
             // and slots and steps are aligned to eight bytes.
             unsafe {
@@ -300,24 +343,27 @@ impl Comm {
     /// Sends and receives of a group, all at the same time.
     fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
         let mut unfinished: Vec<(&Operation, usize)> = parts.iter().map(|part| (part, 0)).collect();
-        let mut start = Instant::now();
         while !unfinished.is_empty() {
+            let seen = self.changes();
             if self.head().ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
+            let mut any_moved = false;
             for (part, done) in &mut unfinished {
                 let moved = if part.kind == Kind::Send {
                     self.put(part, *done)
                 } else {
                     self.take(part, *done)?
                 };
-                if moved > 0 {
-                    start = Instant::now();
-                }
                 *done += moved;
+                any_moved |= moved > 0;
             }
             unfinished.retain(|(part, done)| !self.is_done(part, *done));
-            pause(start);
+            match any_moved {
+                true => self.notify(),
+                false if unfinished.is_empty() => {}
+                false => self.await_change(seen),
+            }
         }
         Ok(())
     }
@@ -412,15 +458,6 @@ impl Drop for Comm {
         if (self.head().attached.load(Ordering::SeqCst) as usize) < self.size {
             fs::remove_file(Self::path(&self.name)).ok();
         }
-    }
-}
-
-/// Lets other threads run. There are more ranks than cores, and hundreds of polling threads would
-/// keep the cores busy.
-fn pause(since: Instant) {
-    match since.elapsed() {
-        short if short < Duration::from_millis(1) => thread::yield_now(),
-        long => thread::sleep((long / 16).min(Duration::from_millis(2))),
     }
 }
 
