@@ -46,6 +46,8 @@ const NCCL_CASES: &[worlds::Case] = cases![
     threads_over_nccl_train_as_copying_threads_do,
     a_failure_of_a_thread_over_nccl_is_the_error_of_the_run,
     a_thread_over_nccl_that_returns_early_is_missed_before_the_deadline,
+    a_device_without_memory_is_the_error_of_the_run_before_the_deadline,
+    a_rank_that_waits_for_its_own_work_leaves_its_core_to_others,
     the_version_of_nccl_is_known_without_a_world,
 ];
 
@@ -406,6 +408,32 @@ fn a_thread_over_nccl_that_returns_early_is_missed_before_the_deadline() {
     });
     assert!(matches!(outcome, Err(Error::PeerFailed { rank: VICTIM, .. })), "{outcome:?}");
     assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
+}
+
+#[cfg(feature = "cuda")]
+fn a_device_without_memory_is_the_error_of_the_run_before_the_deadline() {
+    let start = Instant::now();
+    let fails = |rank: usize| if rank == VICTIM { Err(Error::EmptyModel) } else { Ok(()) };
+    let outcome = host::threads_with(DEADLINE, RANKS, fails, |world| world.comm().barrier());
+    assert!(matches!(outcome, Err(Error::EmptyModel)), "{outcome:?}");
+    assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
+}
+
+#[cfg(feature = "cuda")]
+fn a_rank_that_waits_for_its_own_work_leaves_its_core_to_others() {
+    let polls = host::threads(DEADLINE, 2, |world| {
+        world.comm().barrier()?;
+        host::delay_next(Duration::from_millis(500));
+        let before = host::polls();
+        let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
+        world.comm().all_gather(ones, &[4; 2])?.wait()?;
+        Ok(host::polls() - before)
+    });
+    for polls in polls.unwrap() {
+        // A millisecond of yielding, then pauses of up to one: a rank that only yields asks about a
+        // million times.
+        assert!((1..100_000).contains(&polls), "{polls}");
+    }
 }
 
 /// The events of the victim in one step, in order.

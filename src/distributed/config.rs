@@ -23,7 +23,8 @@ pub enum Gradients {
     /// The gradients of each rank's data, which the step averages over the ranks.
     PerRank,
     /// Averages, equal on all ranks, as after Burn's own data parallelism. The step reduces
-    /// nothing.
+    /// nothing. Not for layouts whose backward pass reduces gradients, since it leaves small
+    /// parameters out.
     Averaged,
 }
 
@@ -42,6 +43,7 @@ pub enum Publish {
     /// on all ranks before. A failure of another rank after the step makes parameters NaN, and the
     /// next step, save or `finish_publication` returns it. A clone that is frozen or unfrozen
     /// between a step and the first use freezes its original as well, which the next step rejects.
+    /// A layer that is frozen and trained again in between still gets the gradients of a clone.
     AtFirstUse,
 }
 

@@ -21,6 +21,7 @@ const EXPORTED: &str = "the test library exports the function";
 thread_local! {
     static BACKLOG: Cell<Option<Duration>> = const { Cell::new(None) };
     static FAILS_EVENT: Cell<bool> = const { Cell::new(false) };
+    static POLLS: Cell<usize> = const { Cell::new(0) };
 }
 
 /// The side that waits for the stream.
@@ -119,6 +120,11 @@ pub fn delay_next(time: Duration) {
     BACKLOG.set(Some(time));
 }
 
+/// The number of times that this thread has asked whether an event is passed.
+pub fn polls() -> usize {
+    POLLS.get()
+}
+
 /// Makes the event behind the next call of this thread fail, as a driver may.
 pub fn fail_next_event() {
     FAILS_EVENT.set(true);
@@ -174,7 +180,18 @@ pub fn threads<T: Send>(
     count: usize,
     run: impl Fn(World) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let memory = |device: &Device, _: usize| -> Result<Arc<dyn DeviceMemory>> {
+    threads_with(deadline, count, |_| Ok(()), run)
+}
+
+/// As [`threads`], where the memory of a rank's device may fail.
+pub fn threads_with<T: Send>(
+    deadline: Duration,
+    count: usize,
+    check: impl Fn(usize) -> Result<()> + Sync,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let memory = |device: &Device, rank: usize| -> Result<Arc<dyn DeviceMemory>> {
+        check(rank)?;
         Ok(Arc::new(HostMemory::new(device.clone(), Waits::Host)))
     };
     World::nccl_threads(deadline, vec![Device::default().autodiff(); count], memory, run)
@@ -265,6 +282,7 @@ impl StreamEvent for HostEvent {
     }
 
     fn is_passed(&self) -> Result<bool> {
+        POLLS.set(POLLS.get() + 1);
         Ok(self.stream.finished() >= self.launched)
     }
 }

@@ -152,3 +152,34 @@ impl Layout {
         of_slices.into_iter().map(|(holders, matrices)| (cells(holders), matrices)).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::*;
+    use crate::comm::World;
+    use crate::distributed::plan::ShapeCost;
+    use crate::distributed::plan::tests::stack;
+
+    /// As ranks with different devices have, whose iterations have different forms.
+    #[test]
+    fn ranks_with_other_costs_take_the_owners_of_rank_0() {
+        let parameters = vec![stack("wide", 3, [8, 32]), stack("square", 4, [16, 16])];
+        let costs = |wide: f64, square: f64| {
+            let cost = |each: f64| ShapeCost { fixed: 0.0, each };
+            Costs::new([([8, 32], cost(wide)), ([16, 16], cost(square))])
+        };
+        let owners = World::threads(vec![Device::default(); 2], |world| {
+            let costs = if world.is_main() { costs(8.0, 1.0) } else { costs(1.0, 8.0) };
+            let layout = Layout::from(&world);
+            let settings = layout.config.plan_config(2);
+            let together = layout.choose_owners(&settings, &parameters, &costs)?;
+            Ok::<_, Error>((together, layout.planned_owners(&settings, &parameters, &costs)?))
+        });
+        let [(of_rank_0, alone_0), (of_rank_1, alone_1)] =
+            <[_; 2]>::try_from(owners.unwrap()).expect("two ranks");
+        assert!(of_rank_0 == alone_0 && of_rank_1 == alone_0);
+        assert_ne!(alone_0, alone_1, "they would have chosen others");
+    }
+}

@@ -27,7 +27,7 @@ impl Layout {
     /// parts. The values are rank 0's. All ranks make this call, once for a layout.
     ///
     /// Parameters that are not initialised yet, as in a new model of Burn's layers, are initialised
-    /// one by one: in addition to its parts, a rank holds one parameter at a time.
+    /// one by one: in addition to its parts, a rank holds two or three parameters at a time.
     ///
     /// # Errors
     ///

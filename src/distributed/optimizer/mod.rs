@@ -127,6 +127,7 @@ impl DistModuleOptimizer {
         for bucket in divided.plan.buckets() {
             shards.push(Shard::new(bucket, &divided, &publishers, &mut matrices));
         }
+        Traffic::ensure_reduces(config, &divided)?;
         let scaling = GradientScaling::new(config, &divided);
         let checks = Checks {
             gradients: ComparedGradients::default(),
@@ -415,7 +416,8 @@ impl DistMuonConfig {
     ///
     /// As [`init`](Self::init), [`Error::Parameter`] if the model was not divided by this layout,
     /// or by another routing, and [`Error::Setting`] if the layout chose the owners by another
-    /// balancing or other costs.
+    /// balancing or other costs, and for [`Gradients::Averaged`](super::Gradients::Averaged) with a
+    /// layout whose backward pass reduces gradients.
     pub fn init_on<M: Module>(&self, layout: &Layout, model: &M) -> Result<DistModuleOptimizer> {
         DistModuleOptimizer::new(self, layout, model)
     }

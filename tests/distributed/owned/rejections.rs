@@ -227,15 +227,22 @@ pub fn a_parameter_that_was_taken_out_of_its_division_is_nan() {
 }
 
 pub fn a_backward_pass_whose_gradients_nothing_averages_is_rejected() {
-    for is_owned in [true, false] {
+    let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
+    let averaged = errors(|world| {
+        let (net, optim) = config.start(world, layers(world.device()))?;
+        optim.backward(&output(&net, ones(world.device())), &net)
+    });
+    assert_says(&averaged, &["`Gradients::Averaged`", "`Gradients::PerRank`"]);
+    let changes: [fn(Layout) -> Layout; 3] = [
+        |layout| layout.owned("dp"),
+        |layout| layout.rows("dp"),
+        |layout| layout.with_small_elements(16).overlap_backward(),
+    ];
+    for change in changes {
         let averaged = errors(|world| {
-            let layout = Layout::new(&Mesh::flat(world));
-            let layout = if is_owned { layout.owned("dp") } else { layout };
-            let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
-            let (net, optim) = config.start(layout, layers(world.device()))?;
-            optim.backward(&output(&net, ones(world.device())), &net)
+            config.start(change(Layout::new(&Mesh::flat(world))), layers(world.device()))
         });
-        assert_says(&averaged, &["`Gradients::Averaged`", "`Gradients::PerRank`"]);
+        assert_says(&averaged, &["setting `gradients`", "`PerRank`", "Averaged"]);
     }
 }
 

@@ -309,11 +309,16 @@ impl<'a> Run<'a> {
         Ok(self)
     }
 
-    fn freeze(&mut self, index: usize) {
+    fn freeze(&mut self, index: usize) -> Result<()> {
         let index = index % self.net.layers.len();
         // A layer that was frozen when the optimizer was made is not trained later.
         if self.shape.frozen == Some(index) {
-            return;
+            return Ok(());
+        }
+        // A layer that is frozen and trained again before the first use after a step is still the
+        // teacher's.
+        if self.teacher.is_some() && self.frozen.contains(&index) {
+            self.weights()?;
         }
         let layer = self.net.layers.remove(index);
         let layer = match self.frozen.remove(&index) {
@@ -324,6 +329,7 @@ impl<'a> Run<'a> {
             }
         };
         self.net.layers.insert(index, layer);
+        Ok(())
     }
 
     pub fn call(mut self, call: &Call, path: &Path) -> Result<Self> {
@@ -335,7 +341,7 @@ impl<'a> Run<'a> {
             Call::Join { offset, batches } => return self.join(*offset, *batches),
             Call::Reload(load) => return self.reload(*load, path),
             Call::Pretrain => return self.pretrain(path),
-            Call::Freeze(index) => self.freeze(*index),
+            Call::Freeze(index) => self.freeze(*index)?,
             Call::Evaluate => {
                 let net = self.net.clone();
                 self.evaluate(&net);
