@@ -1213,6 +1213,11 @@ fn forecasts_are_what_the_allocator_counts() {
         let layout = Layout::new(&Mesh::flat(world)).rows("dp");
         Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
     };
+    // Without replicas, since ranks that are threads would share the values that they gather.
+    let sliced: Lay = |world| {
+        let mesh = Mesh::new(world, [Axis::model("tp", world.size())])?;
+        Ok(Layout::new(&mesh).with_place(Place::shard("matrices", "tp", 1)))
+    };
     let config = |muon: MuonConfig, dtype: DType| {
         let bucket = OF_BUCKET * dtype.size();
         let short = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
@@ -1236,7 +1241,9 @@ fn forecasts_are_what_the_allocator_counts() {
         ("AdamW", full, config(adamw, full), false, replicated),
         ("bfloat16", half, config(muon(), half), false, replicated),
         ("reduced in passes", full, config(muon(), full), true, reduced),
-        ("lean, reduced in passes", half, config(lean, half), true, reduced),
+        ("lean, reduced in passes", half, config(lean.clone(), half), true, reduced),
+        ("lean, owned", half, config(lean, half), true, owned),
+        ("in slices", full, config(muon(), full), false, sliced),
         ("owned", full, config(muon(), full), true, owned),
         ("in rows", full, config(muon(), full), true, rows),
         ("8 bits", full, config(coded.clone(), full), false, replicated),
@@ -1267,6 +1274,8 @@ fn forecasts_are_what_the_allocator_counts() {
             let of_element = match () {
                 () if name.starts_with("lean") => 14,
                 () if name.starts_with("8 bits") => CODING,
+                // The direction of a matrix, half a bucket, at each rank that updates one.
+                () if *name == "in slices" => DType::F32.size() / 2 * ranks,
                 () => 0,
             };
             let largest = 1.03 * (peak + of_element * OF_BUCKET) as f64;

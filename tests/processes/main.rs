@@ -2,8 +2,10 @@
 //!
 //! The program starts itself as the ranks. They train over the engine `nccl` and the test library.
 //! Between hosts, which are network namespaces here, they train over `mpi`, as do those with owned
-//! parameters.
+//! parameters. Also ranks of one process with a GPU each.
 
+#[cfg(all(feature = "cuda", target_os = "linux"))]
+mod gpus;
 #[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]
 mod hosts;
 #[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]

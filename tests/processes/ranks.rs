@@ -27,6 +27,7 @@ use distmuon_testing::watched::watched;
 use distmuon_testing::{excused, skip, worlds};
 use libtest_mimic::{Arguments, Trial};
 
+use crate::gpus;
 #[cfg(feature = "mpi")]
 use crate::{hosts, passes};
 
@@ -101,6 +102,7 @@ pub fn main() {
             a_killed_rank_is_named_by_all_others_and_training_resumes,
         ),
         ("torchrun_starts_the_ranks", torchrun_starts_the_ranks),
+        (gpus::TEST, gpus::threads_with_a_gpu_each_are_over_nccl),
         (
             "a_process_without_an_engine_is_named_by_all_others",
             a_process_without_an_engine_is_named_by_all_others,

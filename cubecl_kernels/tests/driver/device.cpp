@@ -6,7 +6,10 @@
 
 using namespace driver;
 
-static int context;
+// Of ranks that are threads, each needs a device.
+constexpr int DEVICES = 2;
+
+static int contexts[DEVICES];
 static thread_local void *current = nullptr;
 
 API cuInit(unsigned) { return SUCCESS; }
@@ -31,13 +34,13 @@ API cuDriverGetVersion(int *version) {
 }
 
 API cuDeviceGetCount(int *count) {
-    *count = 1;
+    *count = DEVICES;
     return SUCCESS;
 }
 
 API cuDeviceGet(int *device, int index) {
     *device = index;
-    return index == 0 ? SUCCESS : INVALID_DEVICE;
+    return 0 <= index && index < DEVICES ? SUCCESS : INVALID_DEVICE;
 }
 
 API cuDeviceGetName(char *name, int size, int) {
@@ -45,13 +48,13 @@ API cuDeviceGetName(char *name, int size, int) {
     return SUCCESS;
 }
 
-API cuDeviceGetPCIBusId(char *id, int size, int) {
-    snprintf(id, size, "0000:00:06.0");
+API cuDeviceGetPCIBusId(char *id, int size, int device) {
+    snprintf(id, size, "0000:00:0%d.0", 6 + device);
     return SUCCESS;
 }
 
-API cuDeviceGetUuid_v2(void *uuid, int) {
-    memset(uuid, 7, 16);
+API cuDeviceGetUuid_v2(void *uuid, int device) {
+    memset(uuid, 7 + device, 16);
     return SUCCESS;
 }
 
@@ -101,8 +104,8 @@ API cuDeviceGetAttribute(int *value, int attribute, int) {
 
 // The context.
 
-API cuDevicePrimaryCtxRetain(void **retained, int) {
-    *retained = &context;
+API cuDevicePrimaryCtxRetain(void **retained, int device) {
+    *retained = &contexts[device];
     return SUCCESS;
 }
 

@@ -115,6 +115,29 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
     }
 }
 
+/// An owner that received all contributions at once would hold eight times the gradient.
+pub fn a_large_gradient_is_sent_once_and_its_sum_once_more() {
+    const RANKS: usize = 8;
+    const WIDTH: usize = 512;
+    let run = ranks_here(RANKS, |world| {
+        let (comm, traffic) = counted(world.communicator());
+        let world = with_checkpoints(&World::new(comm, world.device().clone()));
+        let layout = Layout::from(&world).owned("dp");
+        let net = layout.shard(Layers::square(1, WIDTH, world.device()))?;
+        traffic.lock().unwrap().clear();
+        let x = Tensor::<2>::ones([1, WIDTH], world.device());
+        layout.backward(&net.layers[0].forward(x).square().mean(), &net)?;
+        let sent = traffic.lock().unwrap()["reduce_scatter"];
+        Ok(sent)
+    });
+    let sent: usize = run.unwrap().into_iter().sum();
+    // Every rank sends the even parts of others, and then its sum, except for the owner's. Threads
+    // share memory, and count the least bytes.
+    let once = (RANKS - 1) * WIDTH * WIDTH * 4;
+    let expected = if worlds::results_may_be_early() { once + once / RANKS } else { once };
+    assert_eq!(sent, expected);
+}
+
 pub fn a_weight_is_gathered_for_each_of_its_uses() {
     for (keep, passes) in [(Keep::Weights, 1), (Keep::Nothing, 2)] {
         for uses in [1, 3] {

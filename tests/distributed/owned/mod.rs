@@ -72,6 +72,7 @@ use identities::{
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
 };
 use messages::{
+    a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_weight_is_gathered_for_each_of_its_uses,
     new_values_of_many_layers_are_published_in_few_calls,
@@ -106,6 +107,7 @@ use rows::{
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
+    a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_weight_is_gathered_for_each_of_its_uses,
     new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
