@@ -91,10 +91,8 @@ pub enum Recipe {
     /// What differs:
     ///
     /// - the source divides a matrix by 1.01 times its norm, here by its norm;
-    /// - AdamW has one set of settings: betas 0.8 and 0.96 and decay 0.01, as for the head. The
-    ///   source has a second beta of 0.995 and a decay of 0.001 for its token embedding, and 0.95
-    ///   and 0.05 for scalars. Its value embeddings have half the rate of the token embedding,
-    ///   betas of 0.8 and 0.995 and a decay of 0.01;
+    /// - the source's value embeddings have half the rate of the token embedding, and a decay of
+    ///   0.01 in place of 0.001;
     /// - the mixing weights of the source's residual stream have rates and betas of their own
     ///   (`x0_lambdas` 0.5 and betas of 0.96 and 0.95, `smear` and `backout` 0.2);
     /// - the source renormalises with a floor of 1e-6, here 1e-10; it iterates in bfloat16 only;
@@ -118,9 +116,8 @@ pub enum Recipe {
     /// - the source divides a matrix by 1.02 times its norm, here by its norm;
     /// - the decay of a matrix is 1.2 times the rate in the source. Here it is 1.2 times the
     ///   schedule [`Recipe::lr`] at the peak of the source, whichever peak is used;
-    /// - AdamW has one set of settings: betas 0.5 and 0.95, as for the embedding and the head, and
-    ///   a constant decay of 0.006. The source has betas 0.9 and 0.99 for scalars, and a cautious
-    ///   decay with this peak, which falls with the square of the rate;
+    /// - AdamW's decay is a constant 0.006. The source has a cautious decay with this peak, which
+    ///   falls with the square of the rate;
     /// - the source updates AdamW's parameters at every other step, with the sum of two gradients;
     /// - it multiplies the rate of the output matrices of its MLPs by four, and all rates by 1.52
     ///   and 1.73 where its batch doubles and triples.
@@ -506,7 +503,11 @@ impl MuonConfig {
                     .with_beta_1(0.8)
                     .with_beta_2(0.96)
                     .with_epsilon(1e-10)
-                    .with_weight_decay(0.01);
+                    .with_weight_decay(0.01)
+                    .with_embedding_betas(Some([0.8, 0.995]))
+                    .with_embedding_decay(0.001 / 0.01)
+                    .with_vector_betas(Some([0.8, 0.95]))
+                    .with_vector_decay(0.05 / 0.01);
                 let parts = vec![
                     RowEquilibration.into(),
                     Renormalization::orthogonal().into(),
@@ -519,6 +520,7 @@ impl MuonConfig {
             Recipe::ModdedNanogpt => {
                 let adamw = adamw()
                     .with_beta_1(0.5)
+                    .with_vector_betas(Some([0.9, 0.99]))
                     .with_epsilon(1e-10)
                     // `weight_decay`, `wd_mul` and the peak rate.
                     .with_weight_decay(0.005 * 150.0 * 0.008);

@@ -430,9 +430,9 @@ fn a_rank_that_waits_for_its_own_work_leaves_its_core_to_others() {
         Ok(host::polls() - before)
     });
     for polls in polls.unwrap() {
-        // A millisecond of yielding, then pauses of up to one: a rank that only yields asks about a
-        // million times.
-        assert!((1..100_000).contains(&polls), "{polls}");
+        // A millisecond of yielding, then pauses of up to one.
+        println!("{polls} polls in half a second");
+        assert!((1..20_000).contains(&polls), "{polls}");
     }
 }
 

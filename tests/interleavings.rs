@@ -216,7 +216,8 @@ fn a_payload_is_dropped_by_the_rank_that_contributed_it() {
 }
 
 /// A rank that is a process with several threads that make calls, which another engine carries out,
-/// and its messages to the server. A thread may be overtaken between any two of them.
+/// and its messages to the server. A thread may be overtaken between any two of them. All have made
+/// a call before any waits, as [`Communicator`](distmuon::comm::Communicator) asks of them.
 struct Process {
     rank: usize,
     world: Arc<ExternalWorld>,

@@ -533,8 +533,8 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
         assert!(kept <= 2 * layers * LAYER + SCRATCH, "{kept}");
         // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and
         // the mean; a message that a rank has sent while the other computes, as on a busy machine;
-        // and both limits, of which gradients are there as whole ones and as sums.
-        let each = 5 + 3 * layers;
+        // and the limit.
+        let each = 5 + layers;
         assert!(passing <= (OWNED_LAYERS + 2 * each) * LAYER + SCRATCH, "{passing}");
     }
 }

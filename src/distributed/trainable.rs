@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::matrix_blocks::Blocks;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
-use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, RoleFactors, SKIPPED, Slot, StepSize};
+use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, RoleSettings, SKIPPED, Slot, StepSize};
 
 /// A trained parameter of the model.
 #[derive(Clone)]
@@ -63,7 +63,7 @@ pub enum UpdateKind {
     /// As `count` matrices, by Muon's update of an index.
     Muon { count: usize, matrices: Matrices, settings: usize },
     /// Element by element, with the factors of its role, by the update of an index.
-    Elementwise { role: RoleFactors, settings: usize },
+    Elementwise { role: RoleSettings, settings: usize },
     /// By the user's optimizer of a name, at `lr` times the learning rate.
     Whole { lr: f64, optimizer: String },
 }

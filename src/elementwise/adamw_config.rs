@@ -5,7 +5,7 @@ use burn::config::Config;
 use crate::backend::AdamWStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::update::{RoleFactors, Roles};
+use crate::update::{RoleSettings, Roles};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
@@ -53,6 +53,12 @@ pub struct AdamWConfig {
     /// Weight decay of vectors and scalars, relative to `weight_decay`: 0 spares norms and biases.
     #[config(default = 1.0)]
     pub vector_decay: f64,
+    /// Decays of both moments of embeddings, in place of `beta_1` and `beta_2`.
+    pub embedding_betas: Option<[f64; 2]>,
+    /// Decays of both moments of the output head, in place of `beta_1` and `beta_2`.
+    pub head_betas: Option<[f64; 2]>,
+    /// Decays of both moments of vectors and scalars, in place of `beta_1` and `beta_2`.
+    pub vector_betas: Option<[f64; 2]>,
 }
 
 impl AdamWConfig {
@@ -62,7 +68,20 @@ impl AdamWConfig {
         ensure_decay("beta_2", self.beta_2)?;
         ensure_size("epsilon", self.epsilon)?;
         ensure_size("weight_decay", self.weight_decay)?;
+        for (name, betas) in self.own_betas() {
+            betas.into_iter().try_for_each(|beta| ensure_decay(name, beta))?;
+        }
         self.roles().check()
+    }
+
+    /// The decays of the roles that have their own, with the names of their settings.
+    pub(super) fn own_betas(&self) -> impl Iterator<Item = (&'static str, [f64; 2])> {
+        let betas = [
+            ("embedding_betas", self.embedding_betas),
+            ("head_betas", self.head_betas),
+            ("vector_betas", self.vector_betas),
+        ];
+        betas.into_iter().filter_map(|(name, betas)| Some((name, betas?)))
     }
 
     pub(super) fn step(&self) -> AdamWStep {
@@ -76,10 +95,11 @@ impl AdamWConfig {
     }
 
     pub(super) fn roles(&self) -> Roles {
+        let of = |lr, decay, betas| RoleSettings { lr, decay, betas };
         Roles {
-            embedding: RoleFactors { lr: self.embedding_lr, decay: self.embedding_decay },
-            head: RoleFactors { lr: self.head_lr, decay: self.head_decay },
-            vector: RoleFactors { lr: self.vector_lr, decay: self.vector_decay },
+            embedding: of(self.embedding_lr, self.embedding_decay, self.embedding_betas),
+            head: of(self.head_lr, self.head_decay, self.head_betas),
+            vector: of(self.vector_lr, self.vector_decay, self.vector_betas),
         }
     }
 }

@@ -58,8 +58,12 @@ impl ElementwiseConfig {
     /// The decays of all averages, with the names of their settings.
     pub(crate) fn decays(&self) -> Vec<(&'static str, f64)> {
         match self {
-            Self::AdamW(AdamWConfig { beta_1, beta_2, .. }) => {
-                vec![("AdamW.beta_1", *beta_1), ("AdamW.beta_2", *beta_2)]
+            Self::AdamW(config) => {
+                let common = [("AdamW.beta_1", config.beta_1), ("AdamW.beta_2", config.beta_2)];
+                let own = config
+                    .own_betas()
+                    .flat_map(|(_, betas)| betas.map(|beta| ("AdamW's betas of a role", beta)));
+                common.into_iter().chain(own).collect()
             }
             // `beta_1` mixes a direction that is not stored, so no type is too coarse for it.
             Self::Lion(LionConfig { beta_2, .. }) => vec![("Lion.beta_2", *beta_2)],

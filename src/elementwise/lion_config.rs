@@ -5,7 +5,7 @@ use burn::config::Config;
 use crate::backend::LionStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::update::{RoleFactors, Roles};
+use crate::update::{RoleSettings, Roles};
 
 /// Configuration of Lion (Chen et al., <https://arxiv.org/abs/2302.06675>) for embeddings, the
 /// output head, vectors and scalars.
@@ -57,10 +57,11 @@ impl LionConfig {
     }
 
     pub(super) fn roles(&self) -> Roles {
+        let of = |lr, decay| RoleSettings { lr, decay, betas: None };
         Roles {
-            embedding: RoleFactors { lr: self.embedding_lr, decay: self.embedding_decay },
-            head: RoleFactors { lr: self.head_lr, decay: self.head_decay },
-            vector: RoleFactors { lr: self.vector_lr, decay: self.vector_decay },
+            embedding: of(self.embedding_lr, self.embedding_decay),
+            head: of(self.head_lr, self.head_decay),
+            vector: of(self.vector_lr, self.vector_decay),
         }
     }
 }

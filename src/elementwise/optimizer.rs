@@ -10,7 +10,7 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     CORRECTIONS, CountSlot, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK,
-    Origin, Reserved, Resumable, RoleFactors, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
+    Origin, Reserved, Resumable, RoleSettings, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
     UpdateTensors, clip, ensure_rate, missing, of_another, unflatten_burns,
 };
 
@@ -18,7 +18,7 @@ use crate::update::{
 #[derive(Clone)]
 pub(crate) struct Elementwise {
     update: Arc<ElementwiseUpdate>,
-    role: RoleFactors,
+    role: RoleSettings,
     parameter: Arc<str>,
     skipped: SkippedSteps,
     /// The place of the states' counts.
@@ -61,7 +61,7 @@ impl Elementwise {
     /// The optimizer of a parameter, with the factors of its role.
     pub fn new(
         update: Arc<ElementwiseUpdate>,
-        role: RoleFactors,
+        role: RoleSettings,
         parameter: &str,
         skipped: &SkippedSteps,
     ) -> Self {
@@ -256,7 +256,7 @@ mod tests {
             );
             let optimizer = Elementwise::new(
                 update.into(),
-                RoleFactors::ONE,
+                RoleSettings::COMMON,
                 "weight",
                 &SkippedSteps::new(None),
             );

@@ -38,7 +38,7 @@ use crate::matrix_blocks::{BlockSide, Blocks};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 use crate::update::{
-    ElementwiseUpdate, Ledger, MAX_RANK, Matrices, MuonUpdate, Precision, RoleFactors, Roles,
+    ElementwiseUpdate, Ledger, MAX_RANK, Matrices, MuonUpdate, Precision, RoleSettings, Roles,
     SkippedSteps, WholeUpdate,
 };
 use built_in::Anatomy;
@@ -153,7 +153,7 @@ pub struct ParameterRoute {
     pub custom: Option<String>,
     /// The factor on the learning rate, from the rule and the role; 1 for matrices, whose update
     /// has it.
-    pub(crate) factors: RoleFactors,
+    pub(crate) factors: RoleSettings,
     /// The index of the update, among Muon's or among those element by element.
     pub(crate) settings: usize,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
@@ -237,12 +237,12 @@ impl Updates {
         let Found { path, shape, dtype, .. } = found;
         let &Decision { role, optimizer: custom, own, ref reason, .. } = decision;
         let (settings, factors) = match role {
-            ParameterRole::Muon { .. } => (self.muon_with(&own), RoleFactors::ONE),
-            ParameterRole::Frozen => (0, RoleFactors::ONE),
+            ParameterRole::Muon { .. } => (self.muon_with(&own), RoleSettings::COMMON),
+            ParameterRole::Frozen => (0, RoleSettings::COMMON),
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                let settings = self.rest_with(&own);
-                let RoleFactors { lr, decay } = factors(&self.rest[settings].roles, role);
-                (settings, RoleFactors { lr: lr * own.lr_factor, decay })
+                let settings = self.rest_with(&own, role);
+                let common = self.rest[settings].roles.of(role);
+                (settings, RoleSettings { lr: common.lr * own.lr_factor, ..common })
             }
         };
         let mut route = ParameterRoute {
@@ -272,7 +272,8 @@ impl Updates {
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
                 self.precision().ensure_supported(path, *dtype)?;
-                route.optimizer += &own.describe(Some(&self.rest[settings]));
+                let differs = own.elementwise.is_some() || settings != 0;
+                route.optimizer += &own.describe(differs.then(|| &*self.rest[settings]));
                 let slots = match custom {
                     None => self.rest[settings].slots(*dtype),
                     Some(name) => {
@@ -452,18 +453,20 @@ impl Routing {
     }
 
     /// The factors of blocks that are left to AdamW.
-    pub(crate) fn factors_of_left(&self) -> RoleFactors {
+    pub(crate) fn factors_of_left(&self) -> RoleSettings {
         self.updates.rest[0].roles.vector
     }
 }
 
-/// The factors of a role. Nothing reads them for matrices and frozen parameters.
-fn factors(&Roles { embedding, head, vector }: &Roles, role: ParameterRole) -> RoleFactors {
-    match role {
-        ParameterRole::Embedding => embedding,
-        ParameterRole::Head => head,
-        ParameterRole::Vector => vector,
-        ParameterRole::Muon { .. } | ParameterRole::Frozen => RoleFactors::ONE,
+impl Roles {
+    /// The settings of a role. Nothing reads them for matrices and frozen parameters.
+    pub(super) fn of(&self, role: ParameterRole) -> RoleSettings {
+        match role {
+            ParameterRole::Embedding => self.embedding,
+            ParameterRole::Head => self.head,
+            ParameterRole::Vector => self.vector,
+            ParameterRole::Muon { .. } | ParameterRole::Frozen => RoleSettings::COMMON,
+        }
     }
 }
 

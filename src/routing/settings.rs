@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::Updates;
+use super::{ParameterRole, Updates};
 use crate::elementwise::ElementwiseConfig;
 use crate::update::{ElementwiseUpdate, MomentumConfig, MuonUpdate, WeightDecay};
 
@@ -24,7 +24,8 @@ impl OwnSettings<'_> {
     pub const NONE: Self =
         Self { lr_factor: 1.0, momentum: None, weight_decay: None, elementwise: None };
 
-    /// The text in the table of a routing, after the name of the optimizer.
+    /// The text in the table of a routing, after the name of the optimizer. `rest` is an update
+    /// with other settings than the configuration's.
     pub fn describe(&self, rest: Option<&ElementwiseUpdate>) -> String {
         let rate = |factor: f64| (factor != 1.0).then(|| format!("{factor} x rate"));
         let momentum = self.momentum.map(|momentum| {
@@ -36,7 +37,7 @@ impl OwnSettings<'_> {
             let rate = decay.rate();
             format!("decay {}", rate.at(rate.settled()))
         });
-        let elementwise = self.elementwise.and(rest).map(|rest| {
+        let elementwise = rest.map(|rest| {
             let [beta_1, beta_2] = rest.rule.betas();
             format!("betas {beta_1}, {beta_2}, decay {}", rest.weight_decay)
         });
@@ -69,11 +70,17 @@ impl Updates {
         })
     }
 
-    /// The index of the update element by element with these settings.
-    pub(super) fn rest_with(&mut self, own: &OwnSettings<'_>) -> usize {
-        let Some(config) = own.elementwise else { return 0 };
-        let ElementwiseUpdate { precision, policy, clipping, ledger, .. } = &*self.rest[0];
-        let update = config.update(*precision, *policy, clipping.as_ref(), ledger.clone());
+    /// The index of the update element by element with these settings, for parameters of a role.
+    pub(super) fn rest_with(&mut self, own: &OwnSettings<'_>, role: ParameterRole) -> usize {
+        let all = (*self.rest[0]).clone();
+        let update = match own.elementwise {
+            Some(config) => {
+                config.update(all.precision, all.policy, all.clipping.as_ref(), all.ledger)
+            }
+            None => all,
+        };
+        let settings = update.roles.of(role);
+        let update = update.of_role(settings);
         position_or_push(&mut self.rest, update, |other, update| {
             // All else is taken from the configuration, and equal.
             other.rule == update.rule

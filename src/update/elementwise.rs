@@ -39,19 +39,21 @@ pub(crate) struct ElementwiseParameter<'a> {
     pub factors: Option<Tensor<1>>,
 }
 
-/// The factors of a role on the learning rate of a step and on the weight decay.
+/// The settings of a role: factors on the learning rate of a step and on the weight decay, and the
+/// decays of AdamW's moments in place of the common ones.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct RoleFactors {
+pub(crate) struct RoleSettings {
     pub lr: f64,
     pub decay: f64,
+    pub betas: Option<[f64; 2]>,
 }
 
-/// The factors of the roles that have some.
+/// The settings of the roles that have some.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Roles {
-    pub embedding: RoleFactors,
-    pub head: RoleFactors,
-    pub vector: RoleFactors,
+    pub embedding: RoleSettings,
+    pub head: RoleSettings,
+    pub vector: RoleSettings,
 }
 
 /// The rule of the update.
@@ -120,9 +122,9 @@ pub(crate) fn unflatten_burns(
     Some((Slots::unflatten_as(names, prefix, source, device)?, time))
 }
 
-impl RoleFactors {
-    /// No change of either.
-    pub const ONE: Self = Self { lr: 1.0, decay: 1.0 };
+impl RoleSettings {
+    /// The common settings.
+    pub const COMMON: Self = Self { lr: 1.0, decay: 1.0, betas: None };
 }
 
 impl Roles {
@@ -203,8 +205,19 @@ impl ElementwiseUpdate {
         slots.chain(self.precision.slots(parameter)).collect()
     }
 
+    /// The update of a role's parameters.
+    pub fn of_role(self, role: RoleSettings) -> Self {
+        let rule = match (self.rule, role.betas) {
+            (ElementwiseRule::AdamW(step), Some([beta_1, beta_2])) => {
+                ElementwiseRule::AdamW(AdamWStep { beta_1, beta_2, ..step })
+            }
+            (rule, _) => rule,
+        };
+        Self { rule, ..self }
+    }
+
     /// The size of a step, with the factors of a role.
-    pub fn size(&self, lr: f64, role: RoleFactors) -> StepSize {
+    pub fn size(&self, lr: f64, role: RoleSettings) -> StepSize {
         StepSize::decoupled(lr * role.lr, self.weight_decay * role.decay)
     }
 

@@ -40,7 +40,7 @@ pub(crate) use clipping::clip;
 pub(crate) use custom::{OWN_STATE, WholeParameter, WholeUpdate};
 pub(crate) use elementwise::{
     BURNS_MOMENTS, BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter,
-    ElementwiseRule, ElementwiseUpdate, MOMENTS, RoleFactors, Roles, from_burns, of_burns,
+    ElementwiseRule, ElementwiseUpdate, MOMENTS, RoleSettings, Roles, from_burns, of_burns,
     unflatten_burns,
 };
 pub(crate) use idle_matrices::Clocks;

@@ -666,6 +666,8 @@ fn invalid_settings_are_rejected_and_named() {
     rejected(config().with_adamw(adamw().with_weight_decay(-1.0)), "rest.AdamW.weight_decay");
     rejected(config().with_adamw(adamw().with_head_lr(f64::NAN)), "rest.AdamW.head_lr");
     rejected(config().with_adamw(adamw().with_vector_decay(-1.0)), "rest.AdamW.vector_decay");
+    let betas = adamw().with_head_betas(Some([0.9, 1.0]));
+    rejected(config().with_adamw(betas), "rest.AdamW.head_betas");
 
     #[derive(Module, Debug)]
     struct Empty {

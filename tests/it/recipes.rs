@@ -228,6 +228,15 @@ const SOURCES: &[Source] = &[
             ("last rate", 0.05),
             ("embedding", 0.3),
             ("head", 0.008),
+            ("beta 1", 0.8),
+            ("beta 2", 0.96),
+            ("rest's decay", 0.01),
+            ("embedding's beta 1", 0.8),
+            ("embedding's beta 2", 0.995),
+            ("embedding's decay", 0.001),
+            ("vector's beta 1", 0.8),
+            ("vector's beta 2", 0.95),
+            ("vector's decay", 0.05),
         ],
     },
     Source {
@@ -247,6 +256,10 @@ const SOURCES: &[Source] = &[
             ("head", 0.008),
             ("vector", 5.0 * 0.008),
             ("rest's decay", 0.005 * 150.0 * 0.008),
+            ("beta 1", 0.5),
+            ("beta 2", 0.95),
+            ("vector's beta 1", 0.9),
+            ("vector's beta 2", 0.99),
         ],
     },
     Source {
@@ -357,6 +370,12 @@ fn constant(recipe: Recipe, name: &str) -> f64 {
         "beta 2" => adamw.beta_2,
         "epsilon" => adamw.epsilon,
         "rest's decay" => adamw.weight_decay,
+        "embedding's beta 1" => adamw.embedding_betas.unwrap()[0],
+        "embedding's beta 2" => adamw.embedding_betas.unwrap()[1],
+        "embedding's decay" => adamw.weight_decay * adamw.embedding_decay,
+        "vector's beta 1" => adamw.vector_betas.unwrap()[0],
+        "vector's beta 2" => adamw.vector_betas.unwrap()[1],
+        "vector's decay" => adamw.weight_decay * adamw.vector_decay,
         "heads of a block" => {
             let rule = recipe.per_head("query", 6).expect("the recipe has a rule");
             assert_eq!(rule, RoutingRule::muon("query").heads(6).into());

@@ -159,6 +159,20 @@ fn a_rule_may_take_another_optimizer_for_a_role() {
 }
 
 #[test]
+fn roles_have_betas_of_their_own() {
+    let all = || AdamWConfig::new().with_beta_1(0.7).with_beta_2(0.8);
+    let of_embeddings = AdamWConfig::new().with_embedding_betas(Some([0.7, 0.8]));
+    let rest = |net: &ExpertNet| [matrices(net), head(net), biases(net)].concat();
+    compare(&base().with_adamw(of_embeddings), &base().with_adamw(all()), embedding, rest);
+    let of_head = AdamWConfig::new().with_head_betas(Some([0.7, 0.8]));
+    let rest = |net: &ExpertNet| [matrices(net), embedding(net), biases(net)].concat();
+    compare(&base().with_adamw(of_head), &base().with_adamw(all()), head, rest);
+    let of_vectors = AdamWConfig::new().with_vector_betas(Some([0.7, 0.8]));
+    let rest = |net: &ExpertNet| [matrices(net), embedding(net), head(net)].concat();
+    compare(&base().with_adamw(of_vectors), &base().with_adamw(all()), biases, rest);
+}
+
+#[test]
 fn several_roles_have_settings_of_their_own_together() {
     let of_head = adamw().with_head_lr(0.5);
     let config = base()
@@ -206,7 +220,8 @@ fn the_table_shows_settings_of_rules() {
     let config = base()
         .with_rule(RoutingRule::muon(r"layers\.0\.weight").lr_factor(4.0).weight_decay(0.0))
         .with_rule(RoutingRule::elementwise("embedding", adamw()).lr_factor(0.5))
-        .with_rule(RoutingRule::elementwise("", LionConfig::new()).of_role(ParameterRole::Head));
+        .with_rule(RoutingRule::elementwise("", LionConfig::new()).of_role(ParameterRole::Head))
+        .with_adamw(AdamWConfig::new().with_vector_betas(Some([0.6, 0.9])));
     let routing = config.route(&net()).unwrap();
     let optimizer = |path: &str| {
         let mut routes = routing.routes().iter();
@@ -219,6 +234,7 @@ fn the_table_shows_settings_of_rules() {
     );
     assert_eq!(optimizer("head.weight"), "Lion (head), betas 0.9, 0.99, decay 0");
     assert_eq!(optimizer("layers.1.weight"), "Muon");
+    assert_eq!(optimizer("layers.1.bias"), "AdamW (vector), betas 0.6, 0.9, decay 0");
     let names: Vec<_> = routing.summary().into_iter().map(|role| role.optimizer).collect();
     assert_eq!(names, ["Muon", "AdamW (embedding)", "Lion (head)", "AdamW (vector)"]);
 }

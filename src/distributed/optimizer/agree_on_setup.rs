@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::checksum;
 use crate::comm::{World, exchanges};
-use crate::distributed::config::DistMuonConfig;
+use crate::distributed::config::{DistMuonConfig, Gradients};
 use crate::distributed::layout::Layout;
 use crate::distributed::measured_costs;
 use crate::distributed::plan::{Costs, Parameter, Plan};
@@ -105,6 +105,7 @@ pub fn plan(
         None => layout.choose_owners(&settings, &parameters, costs)?,
     };
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
+    let plan = plan.and_then(|plan| ensure_reduced(config, layout, &plan).map(|()| plan));
     // Each rank has made its own plan from the owners of rank 0: the digests show that nothing else
     // differs.
     let plan = world.agree(plan)?;
@@ -113,6 +114,20 @@ pub fn plan(
             calls: format!("rank {rank} has another plan than rank 0, from another configuration"),
         }),
         None => Ok(plan),
+    }
+}
+
+/// Fails if backward passes average gradients, and a step would leave small parameters out.
+fn ensure_reduced(config: &DistMuonConfig, layout: &Layout, plan: &Plan) -> Result<()> {
+    let has_other_data = layout.mesh().data().size() > 1;
+    let is_left_out = has_other_data && config.gradients == Gradients::Averaged;
+    let mut buckets = plan.buckets().iter();
+    match is_left_out && buckets.any(|bucket| bucket.placement.reduces_in_backward()) {
+        true => {
+            let expected = "`PerRank` for a layout whose backward pass averages gradients";
+            Err(Error::setting("gradients", "Averaged", expected))
+        }
+        false => Ok(()),
     }
 }
 

@@ -127,7 +127,6 @@ impl DistModuleOptimizer {
         for bucket in divided.plan.buckets() {
             shards.push(Shard::new(bucket, &divided, &publishers, &mut matrices));
         }
-        Traffic::ensure_reduces(config, &divided)?;
         let scaling = GradientScaling::new(config, &divided);
         let checks = Checks {
             gradients: ComparedGradients::default(),

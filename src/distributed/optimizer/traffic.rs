@@ -73,19 +73,6 @@ impl Traffic {
         }
     }
 
-    /// Fails if backward passes average gradients, and the step would leave small parameters out.
-    pub fn ensure_reduces(config: &DistMuonConfig, divided: &DividedModel) -> Result<()> {
-        let mut buckets = divided.plan.buckets().iter();
-        let is_left_out = divided.world.size() > 1 && config.gradients == Gradients::Averaged;
-        match is_left_out && buckets.any(|bucket| bucket.placement.reduces_in_backward()) {
-            true => {
-                let expected = "`PerRank` for a layout whose backward pass averages gradients";
-                Err(Error::setting("gradients", "Averaged", expected))
-            }
-            false => Ok(()),
-        }
-    }
-
     /// Returns `true` if gradients are reduced at all.
     pub fn reduces(&self, world: &World) -> bool {
         world.size() > 1 && self.gradients == Gradients::PerRank

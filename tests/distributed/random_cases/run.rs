@@ -9,7 +9,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use distmuon::checkpoint::Saver;
 use distmuon::comm::{Joined, World};
-use distmuon::distributed::{DistMuonConfig, GradDtype, Keep, Layout, Mesh};
+use distmuon::distributed::{DistMuonConfig, GradDtype, Keep, Layout, Mesh, Publish};
 use distmuon::{
     Expectation, GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule, checkpoint,
 };
@@ -317,7 +317,8 @@ impl<'a> Run<'a> {
         }
         // A layer that is frozen and trained again before the first use after a step is still the
         // teacher's.
-        if self.teacher.is_some() && self.frozen.contains(&index) {
+        let waits = self.trial.publish == Publish::AtFirstUse;
+        if waits && self.teacher.is_some() && self.frozen.contains(&index) {
             self.weights()?;
         }
         let layer = self.net.layers.remove(index);

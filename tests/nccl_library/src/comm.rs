@@ -170,7 +170,10 @@ impl Comm {
         let changes = &self.head().changes;
         changes.fetch_add(1, Ordering::SeqCst);
         // SAFETY: the address is that of a counter in a map that this communicator keeps.
-        unsafe { libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+        #[cfg(target_os = "linux")]
+        unsafe {
+            libc::syscall(libc::SYS_futex, changes.as_ptr(), libc::FUTEX_WAKE, i32::MAX)
+        };
     }
 
     /// The number of changes before a condition is looked at.
@@ -179,11 +182,17 @@ impl Comm {
     }
 
     /// Waits until there are other changes than those that were seen, but not for long.
+    #[cfg(target_os = "linux")]
     fn await_change(&self, seen: u32) {
         let longest = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_SLEEP.subsec_nanos().into() };
         let changes = self.head().changes.as_ptr();
         // SAFETY: as above, and the time lives during the call.
         unsafe { libc::syscall(libc::SYS_futex, changes, libc::FUTEX_WAIT, seen, &longest) };
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn await_change(&self, _: u32) {
+        std::thread::sleep(LONGEST_SLEEP / 100);
     }
 
     fn end(&self, code: Code, text: String) {
@@ -219,7 +228,10 @@ impl Comm {
     }
 
     pub fn run(&self, operations: &[Operation]) {
-        self.carry_out(operations);
+        // After a failure, other ranks may still read what this one has shared.
+        if self.head().ended.load(Ordering::SeqCst) == 0 {
+            self.carry_out(operations);
+        }
         self.pending.fetch_sub(1, Ordering::SeqCst);
         self.notify();
     }
