@@ -295,9 +295,9 @@ fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
 }
 
 /// Returns `true` if an error says that the ranks have made different calls. NCCL's test library
-/// may see it before the ranks compare them.
+/// may see it before the ranks compare them: in the calls, or in the bytes of a part.
 fn is_of_different_calls(error: &str) -> bool {
-    let is_of_library = worlds::results_may_be_early() && error.contains("something else");
+    let is_of_library = worlds::results_may_be_early() && error.contains("invalid usage");
     error.contains("the ranks disagree") || is_of_library
 }
 
@@ -550,7 +550,7 @@ fn a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out() {
     let expected = run(|world| Layout::from(world)).unwrap();
     match run(owned) {
         Ok(trained) => assert!(trained == expected),
-        Err(error) => assert!(error.to_string().contains("the ranks disagree"), "{error}"),
+        Err(error) => assert!(is_of_different_calls(&error.to_string()), "{error}"),
     }
     let replicated = |world: &World| {
         let layout = Layout::from(world).owned("dp").with_small_elements(0);
