@@ -273,7 +273,9 @@ impl Updates {
                 let batch = ElementwiseUpdate::batch(shape);
                 self.precision().ensure_supported(path, *dtype)?;
                 let differs = own.elementwise.is_some() || settings != 0;
-                route.optimizer += &own.describe(differs.then(|| &*self.rest[settings]));
+                // A user's optimizer has neither betas nor a decay of these.
+                let rest = (custom.is_none() && differs).then(|| (&*self.rest[settings], factors));
+                route.optimizer += &own.describe(rest);
                 let slots = match custom {
                     None => self.rest[settings].slots(*dtype),
                     Some(name) => {
@@ -460,7 +462,7 @@ impl Routing {
 
 impl Roles {
     /// The settings of a role. Nothing reads them for matrices and frozen parameters.
-    pub(super) fn of(&self, role: ParameterRole) -> RoleSettings {
+    fn of(&self, role: ParameterRole) -> RoleSettings {
         match role {
             ParameterRole::Embedding => self.embedding,
             ParameterRole::Head => self.head,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{ParameterRole, Updates};
 use crate::elementwise::ElementwiseConfig;
-use crate::update::{ElementwiseUpdate, MomentumConfig, MuonUpdate, WeightDecay};
+use crate::update::{ElementwiseUpdate, MomentumConfig, MuonUpdate, RoleSettings, WeightDecay};
 
 /// The settings that a rule has of its own. `None` where the configuration's hold.
 #[derive(Debug, Clone, Copy)]
@@ -25,8 +25,8 @@ impl OwnSettings<'_> {
         Self { lr_factor: 1.0, momentum: None, weight_decay: None, elementwise: None };
 
     /// The text in the table of a routing, after the name of the optimizer. `rest` is an update
-    /// with other settings than the configuration's.
-    pub fn describe(&self, rest: Option<&ElementwiseUpdate>) -> String {
+    /// with other settings than the configuration's, and its parameter's role.
+    pub fn describe(&self, rest: Option<(&ElementwiseUpdate, RoleSettings)>) -> String {
         let rate = |factor: f64| (factor != 1.0).then(|| format!("{factor} x rate"));
         let momentum = self.momentum.map(|momentum| {
             // The value after a warm-up, at which most steps are taken.
@@ -37,9 +37,9 @@ impl OwnSettings<'_> {
             let rate = decay.rate();
             format!("decay {}", rate.at(rate.settled()))
         });
-        let elementwise = rest.map(|rest| {
+        let elementwise = rest.map(|(rest, role)| {
             let [beta_1, beta_2] = rest.rule.betas();
-            format!("betas {beta_1}, {beta_2}, decay {}", rest.weight_decay)
+            format!("betas {beta_1}, {beta_2}, decay {}", rest.weight_decay * role.decay)
         });
         let all = [rate(self.lr_factor), momentum, decay, elementwise];
         all.into_iter().flatten().map(|text| format!(", {text}")).collect()

@@ -1,7 +1,7 @@
 //! Settings of rules: a parameter is trained as by a configuration that has these settings for all.
 
 use burn::module::{Module, Param, ParamId};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsParams, LambConfig};
 use burn::tensor::{Device, Tensor};
 use distmuon::distributed::Layout;
 use distmuon::{
@@ -237,6 +237,19 @@ fn the_table_shows_settings_of_rules() {
     assert_eq!(optimizer("layers.1.bias"), "AdamW (vector), betas 0.6, 0.9, decay 0");
     let names: Vec<_> = routing.summary().into_iter().map(|role| role.optimizer).collect();
     assert_eq!(names, ["Muon", "AdamW (embedding)", "Lion (head)", "AdamW (vector)"]);
+}
+
+#[test]
+fn the_table_shows_betas_and_decay_of_a_role_but_not_for_a_users_optimizer() {
+    let adamw = AdamWConfig::new().with_weight_decay(0.5).with_vector_decay(0.25);
+    let config = base()
+        .with_optimizer("lamb", LambConfig::new().build())
+        .with_rule(RoutingRule::custom(r"layers\.2\.bias", "lamb"))
+        .with_adamw(adamw.with_vector_betas(Some([0.6, 0.9])));
+    let routing = config.route(&net()).unwrap();
+    let shown = |path: &str| routing.routes().iter().find(|route| route.path == path).unwrap();
+    assert_eq!(shown("layers.1.bias").optimizer, "AdamW (vector), betas 0.6, 0.9, decay 0.125");
+    assert_eq!(shown("layers.2.bias").optimizer, "lamb (vector)");
 }
 
 #[test]
