@@ -206,13 +206,17 @@ impl Sharding {
             [] => Mesh::flat(world),
             axes => Mesh::new(world, axes.iter().cloned())?,
         };
-        let keep = match self.keep.unwrap_or_default() {
+        let keep = self.keep.map(|keep| match keep {
             Keep::Nothing => distributed::Keep::Nothing,
             Keep::Weights => distributed::Keep::Weights,
-        };
-        let layout = Layout::new(&mesh).with_config(config.clone()).with_keep(keep);
+        });
+        let overlaps = self.overlaps(world.size());
+        // One rank may neither divide nor overlap: then no gradient is sent in a pass.
+        let in_flight_mb = self.in_flight_mb.filter(|_| overlaps || self.is_divided());
+        let layout = Layout::new(&mesh).with_config(config.clone());
+        let layout = keep.into_iter().fold(layout, Layout::with_keep);
         let layout = self.ahead_mb.into_iter().fold(layout, Layout::with_ahead_mb);
-        let layout = self.in_flight_mb.into_iter().fold(layout, Layout::with_in_flight_mb);
+        let layout = in_flight_mb.into_iter().fold(layout, Layout::with_in_flight_mb);
         let layout = match self.slices() {
             1 => layout,
             _ => model.places_of_slices(TENSOR).into_iter().fold(layout, Layout::with_place),
@@ -221,7 +225,7 @@ impl Sharding {
             1 => layout,
             _ => layout.with_place(Gpt::places_of_experts(EXPERT)),
         };
-        let layout = if self.overlaps(world.size()) { layout.overlap_backward() } else { layout };
+        let layout = if overlaps { layout.overlap_backward() } else { layout };
         Ok(match (&self.owned, &self.rows) {
             (Some(axis), _) => layout.owned(axis),
             (None, Some(axis)) => layout.rows(axis),

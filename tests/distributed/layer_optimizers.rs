@@ -69,11 +69,11 @@ enum Divided {
 
 impl Placed {
     fn layout(&self, layout: Layout) -> Layout {
-        let layout = layout.with_small_elements(8).with_ahead_mb(0.002);
+        let layout = layout.with_small_elements(8);
         match self.divided {
             Divided::Not => layout,
-            Divided::Owned => layout.owned("dp"),
-            Divided::InRows => layout.rows("dp"),
+            Divided::Owned => layout.owned("dp").with_ahead_mb(0.002),
+            Divided::InRows => layout.rows("dp").with_ahead_mb(0.002),
         }
     }
 }

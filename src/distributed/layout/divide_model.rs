@@ -33,9 +33,10 @@ impl Layout {
     ///
     /// On all ranks, if any rank has one of these errors:
     ///
-    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, or a
+    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, a
     ///   [`Place::owned`](super::Place::owned) or [`Place::rows`](super::Place::rows) without an
-    ///   axis;
+    ///   axis, or a setting without effect, such as [`with_keep`](Self::with_keep) for a layout
+    ///   that gathers no weights;
     /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
     ///   layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
@@ -155,7 +156,7 @@ impl Layout {
             muon: &self.config.muon,
             balancing: self.config.balancing,
             costs: self.config.costs,
-            keep: self.keep,
+            keep: self.keep(),
             small_elements: self.small_elements,
             ahead_mb: self.ahead_mb,
             in_flight_mb: self.in_flight_mb,
@@ -185,7 +186,8 @@ impl Layout {
         }
         // Only a warning: the model trains, with more memory than was asked for.
         let keeps = device.gradient_checkpointing_strategy();
-        if self.keep == Keep::Nothing && keeps == Some(Default::default()) {
+        let gathers = division.found.iter().any(|found| found.placement.is_owned());
+        if gathers && self.keep() == Keep::Nothing && keeps == Some(Default::default()) {
             log::warn!(
                 "weights of `Linear` layers on three dimensions stay in memory until the backward \
                  pass: make the model on `device.autodiff().gradient_checkpointing()`, or set \

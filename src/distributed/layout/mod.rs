@@ -94,9 +94,9 @@ pub struct Layout {
     /// `true` if matrices are stored in rows along it.
     in_rows: bool,
     places: Vec<Place>,
-    keep: Keep,
     small_elements: usize,
-    /// Two layers, unless set.
+    /// The settings below have defaults, unless they are set.
+    keep: Option<Keep>,
     ahead_mb: Option<f64>,
     in_flight_mb: Option<f64>,
     overlaps_backward: bool,
@@ -144,8 +144,8 @@ impl Layout {
             axis: None,
             in_rows: false,
             places: vec![],
-            keep: Keep::Nothing,
             small_elements: SMALL_ELEMENTS,
+            keep: None,
             ahead_mb: None,
             in_flight_mb: None,
             overlaps_backward: false,
@@ -224,9 +224,10 @@ impl Layout {
     }
 
     /// Sets the weights that are kept from the forward to the backward pass: [`Keep::Nothing`] by
-    /// default.
+    /// default. For a layout with [`owned`](Self::owned) or [`rows`](Self::rows), whose passes
+    /// gather weights.
     pub fn with_keep(mut self, keep: Keep) -> Self {
-        self.keep = keep;
+        self.keep = Some(keep);
         self
     }
 
@@ -243,6 +244,8 @@ impl Layout {
     ///
     /// A layer is an item of the model's outermost list, as `blocks.3`; without lists, it is the
     /// largest parameter. A parameter with more than half of the bytes is sent alone.
+    ///
+    /// For a layout with [`owned`](Self::owned) or [`rows`](Self::rows).
     pub fn with_ahead_mb(mut self, megabytes: f64) -> Self {
         self.ahead_mb = Some(megabytes);
         self
@@ -252,6 +255,9 @@ impl Layout {
     /// backward pass goes on. A message has up to half of it. The default is as for
     /// [`with_ahead_mb`](Self::with_ahead_mb). With 0, every gradient is sent alone. The results
     /// are the same.
+    ///
+    /// For a layout with [`owned`](Self::owned), [`rows`](Self::rows) or
+    /// [`overlap_backward`](Self::overlap_backward).
     pub fn with_in_flight_mb(mut self, megabytes: f64) -> Self {
         self.in_flight_mb = Some(megabytes);
         self
@@ -492,6 +498,11 @@ impl Layout {
         }
     }
 
+    /// The weights that are kept from the forward to the backward pass.
+    fn keep(&self) -> Keep {
+        self.keep.unwrap_or(Keep::Nothing)
+    }
+
     /// The limits of messages in passes of these parameters: the same on all ranks.
     fn limits(&self, parameters: &[Arc<PassParameter>]) -> Limits {
         let of = |megabytes: Option<f64>, counts: fn(&PassParameter) -> bool| match megabytes {
@@ -502,7 +513,7 @@ impl Layout {
             }
         };
         Limits {
-            keep: self.keep,
+            keep: self.keep(),
             ahead: of(self.ahead_mb, |parameter| parameter.placement.is_owned()),
             in_flight: of(self.in_flight_mb, |parameter| parameter.is_trained),
             allows_unused: self.allows_unused,

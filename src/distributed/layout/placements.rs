@@ -88,6 +88,7 @@ impl Layout {
         {
             megabytes.map_or(Ok(()), |megabytes| crate::checks::ensure_size(setting, megabytes))?;
         }
+        self.ensure_effects()?;
         let expected = "an axis of the mesh";
         let invalid = |setting, axis: &str, expected| {
             let value = format!("axis `{axis}` of a mesh with {}", self.mesh.names());
@@ -124,6 +125,24 @@ impl Layout {
             },
             None => Ok(()),
         }
+    }
+
+    /// Fails for settings of messages that no pass sends.
+    fn ensure_effects(&self) -> Result<()> {
+        let without = |setting, expected| Err(Error::setting(setting, "one without", expected));
+        if self.axis.is_some() {
+            return Ok(());
+        }
+        if self.keep.is_some() {
+            return without("keep", "a layout with `owned` or `rows`");
+        }
+        if self.ahead_mb.is_some() {
+            return without("ahead_mb", "a layout with `owned` or `rows`");
+        }
+        if self.in_flight_mb.is_some() && !self.overlaps_backward {
+            return without("in_flight_mb", "a layout with `owned`, `rows` or `overlap_backward`");
+        }
+        Ok(())
     }
 
     /// The name of the method that sets the axis of divided parameters.

@@ -346,10 +346,10 @@ fn cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones() {
         let data = case.axes.iter().find(|axis| !axis.is_model()).map(Axis::name);
         let owned = |layout: Layout, keep| {
             let layout = match data {
-                Some(axis) => layout.owned(axis),
+                Some(axis) => layout.owned(axis).with_keep(keep).with_ahead_mb(0.002),
                 None => layout,
             };
-            layout.with_keep(keep).with_small_elements(8).with_ahead_mb(0.002)
+            layout.with_small_elements(8)
         };
         let in_rows = |layout: Layout| match data {
             Some(axis) => layout.rows(axis),

@@ -152,7 +152,10 @@ pub fn adapters_of_a_divided_base_train_as_on_one_rank() {
     let run = |count: usize, kind: Kind, keep, ahead_mb, config: &DistMuonConfig| {
         let runs = ranks(count, |world| {
             let world = with_checkpoints(&world);
-            let layout = kind.layout(&world).with_keep(keep).with_ahead_mb(ahead_mb);
+            let layout = match kind {
+                Kind::Replicated => kind.layout(&world),
+                _ => kind.layout(&world).with_keep(keep).with_ahead_mb(ahead_mb),
+            };
             trained(&world, &layout, config, 0..4, [None; 2])
         });
         let mut runs = runs.unwrap();

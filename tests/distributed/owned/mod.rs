@@ -93,6 +93,7 @@ use rejections::{
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
     ranks_of_other_groups_are_told_of_a_difference,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
+    settings_of_messages_that_no_pass_sends_are_rejected,
 };
 use reports::reports_do_not_wait_for_passes_that_wait_for_other_ranks;
 use rows::{
@@ -114,6 +115,7 @@ pub const IN_PROCESS: &[Case] = cases![
     an_older_model_can_be_trained_again,
     states_of_users_optimizers_are_saved_with_owned_parameters,
     meshes_and_layouts_that_do_not_fit_are_rejected,
+    settings_of_messages_that_no_pass_sends_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected,
     gradients_that_were_not_collected_are_rejected,
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,

@@ -11,7 +11,7 @@ use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Keep, Layout, Mesh, Place};
 use distmuon::link::Link;
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
@@ -74,6 +74,40 @@ pub fn meshes_and_layouts_that_do_not_fit_are_rejected() {
     assert_says(&other_settings, &["rank 1", "`ahead_mb`", "1.0", "0.0"]);
     let negative = shard(&|mesh| Layout::new(mesh).owned("dp").with_ahead_mb(-1.0));
     assert_says(&negative, &["`ahead_mb`", "-1"]);
+}
+
+/// A setting is no help to whoever forgot the division that it is for.
+pub fn settings_of_messages_that_no_pass_sends_are_rejected() {
+    type Set = fn(Layout) -> Layout;
+    let keep: Set = |layout| layout.with_keep(Keep::Weights);
+    let ahead: Set = |layout| layout.with_ahead_mb(1.0);
+    let in_flight: Set = |layout| layout.with_in_flight_mb(1.0);
+    let settings = [("keep", keep), ("ahead_mb", ahead), ("in_flight_mb", in_flight)];
+    let replicated: Set = |layout| layout;
+    let overlapping: Set = Layout::overlap_backward;
+    let cut: Set = |layout| layout.with_place(Place::shard("weight", "dp", 0));
+    for (with, is_accepted) in [
+        (replicated, [false; 3]),
+        (cut, [false; 3]),
+        (overlapping, [false, false, true]),
+        (|layout| layout.owned("dp"), [true; 3]),
+        (|layout| layout.rows("dp"), [true; 3]),
+    ] {
+        for ((name, set), is_accepted) in settings.into_iter().zip(is_accepted) {
+            let outcomes = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = set(with(Layout::from(&world)));
+                let linear = LinearConfig::new(64, 64).with_bias(false).init(world.device());
+                Ok(layout.shard(linear).err())
+            });
+            for outcome in outcomes.unwrap() {
+                assert_eq!(outcome.is_none(), is_accepted, "{name}: {outcome:?}");
+                let text = outcome.map(|error| error.to_string()).unwrap_or_default();
+                let named = format!("`{name}` is invalid: expected a layout with `owned`");
+                assert!(is_accepted || text.contains(&named), "{text}");
+            }
+        }
+    }
 }
 
 pub fn models_that_a_layout_has_not_divided_are_rejected() {

@@ -68,13 +68,16 @@ impl Division {
             )?,
         };
         let layout = Layout::new(&mesh).with_config(config.clone());
-        let layout = layout.with_keep(self.keep).with_small_elements(self.small_elements);
+        let layout = layout.with_small_elements(self.small_elements);
         let [ahead, in_flight] = self.limits_mb;
+        // Without gathers or reductions in passes, such settings are errors.
+        let ahead = ahead.filter(|_| self.is_owned);
+        let in_flight = in_flight.filter(|_| self.is_owned || self.overlaps);
         let layout = ahead.into_iter().fold(layout, Layout::with_ahead_mb);
         let layout = in_flight.into_iter().fold(layout, Layout::with_in_flight_mb);
         let layout = match (self.is_owned, self.in_rows) {
-            (true, true) => layout.rows("dp"),
-            (true, false) => layout.owned("dp"),
+            (true, true) => layout.rows("dp").with_keep(self.keep),
+            (true, false) => layout.owned("dp").with_keep(self.keep),
             (false, _) => layout,
         };
         let layout = if self.overlaps { layout.overlap_backward() } else { layout };
