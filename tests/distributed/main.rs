@@ -2,6 +2,7 @@
 //! that continue on other numbers of ranks.
 
 mod audits;
+mod certificates;
 mod checkpoint_parts;
 mod checkpoints;
 mod collectives;
@@ -61,7 +62,7 @@ fn passes() -> Vec<Case> {
     let cases =
         [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
     let more = [unused::EVERYWHERE, layer_optimizers::EVERYWHERE, idle_experts::EVERYWHERE];
-    [&cases[..], &more].concat().concat()
+    [&cases[..], &more, &[certificates::EVERYWHERE]].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.

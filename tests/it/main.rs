@@ -4,7 +4,6 @@
 mod account;
 mod adamw;
 mod audits;
-mod certificates;
 mod checkpoints;
 mod custom;
 mod diagnostics;

@@ -1,12 +1,22 @@
-//! Certificates of equal runs on any ranks and placement, and of runs that differ in anything.
+//! Certificates of equal runs on any ranks, engine and placement, and of runs that differ in
+//! anything.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::certificate::Certificate;
 use distmuon::distributed::{DistMuonConfig, Layout};
-use distmuon::{MuonConfig, Result, RoutingRule, World};
+use distmuon::{MuonConfig, RoutingRule, World};
 use distmuon_testing::models::Fixed;
+use distmuon_testing::worlds::{self, Case, Folder, cases};
+
+use crate::owned::with_checkpoints;
+use crate::ranks;
+
+pub const EVERYWHERE: &[Case] = cases![
+    one_two_and_four_ranks_have_equal_chains_in_any_placement,
+    a_changed_setting_and_a_flipped_bit_change_the_chain,
+];
 
 const STEPS: usize = 4;
 
@@ -44,13 +54,16 @@ fn muon(steps: usize) -> MuonConfig {
 /// The certificate of a run on ranks with equal gradients, whose sums are exact. A bit of the model
 /// flips before a step, if there is one.
 fn certified(
-    ranks: usize,
+    count: usize,
     muon: &MuonConfig,
     layout: impl Fn(&World) -> Layout + Sync,
     flips: Option<usize>,
 ) -> Certificate {
     let config = DistMuonConfig::new().with_muon(muon.clone()).with_small_elements(1);
-    let certificates = World::threads(World::devices(ranks), |world| -> Result<_> {
+    let folder = Folder::create();
+    let path = folder.path().join("run.json");
+    let written = ranks(count, |world| {
+        let world = with_checkpoints(&world);
         let layout = layout(&world).with_muon(muon.clone());
         let mut certificate = Certificate::new(muon, "random numbers");
         certificate.computed_by(world.describe()?);
@@ -68,24 +81,35 @@ fn certified(
             net = optim.step(0.01, net, grads)?;
             certificate.record(step, &layout.unshard(&net)?)?;
         }
-        Ok(certificate)
+        if world.is_main() {
+            certificate.write(&path)?;
+        }
+        Ok(())
     });
-    certificates.unwrap().swap_remove(0)
+    written.unwrap();
+    Certificate::read(&path).unwrap()
 }
 
-#[test]
+/// A division of all parameters, however small.
+fn divided(world: &World, divide: fn(Layout) -> Layout) -> Layout {
+    divide(Layout::from(world)).with_small_elements(0)
+}
+
 fn one_two_and_four_ranks_have_equal_chains_in_any_placement() {
     let expected = certified(1, &muon(5), |world| Layout::from(world), None);
-    for ranks in [2, 4] {
-        let replicated = certified(ranks, &muon(5), |world| Layout::from(world), None);
-        assert_eq!(replicated.links(), expected.links(), "{ranks} ranks");
+    for count in [2, 4].into_iter().filter(worlds::has) {
+        let replicated = certified(count, &muon(5), |world| Layout::from(world), None);
+        assert_eq!(replicated.links(), expected.links(), "{count} ranks");
         assert_ne!(replicated.ranks(), expected.ranks(), "they are written down");
-        let owned = certified(ranks, &muon(5), |world| Layout::from(world).owned("dp"), None);
-        assert_eq!(owned.links(), expected.links(), "{ranks} ranks, owned");
+        let owned =
+            certified(count, &muon(5), |world| divided(world, |layout| layout.owned("dp")), None);
+        assert_eq!(owned.links(), expected.links(), "{count} ranks, owned");
+        let rows =
+            certified(count, &muon(5), |world| divided(world, |layout| layout.rows("dp")), None);
+        assert_eq!(rows.links(), expected.links(), "{count} ranks, in rows");
     }
 }
 
-#[test]
 fn a_changed_setting_and_a_flipped_bit_change_the_chain() {
     let of = |steps, flips| certified(2, &muon(steps), |world| Layout::from(world), flips);
     let expected = of(5, None);
