@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
-"""A run of PyTorch's optimizers, which `tests/it/exchange.rs` continues, and the other way round.
+"""Runs in PyTorch, which `tests/it/exchange.rs` continues, and the other way round.
 
-    torch_run.py write FOLDER            writes torch-run.safetensors and torch-state.safetensors
-    torch_run.py continue FILE RUN       continues from FILE, and compares with RUN
+    torch_run.py write IMPLEMENTATION FOLDER     writes IMPLEMENTATION-run.safetensors, and
+                                                 IMPLEMENTATION-state.safetensors
+    torch_run.py continue IMPLEMENTATION FILE RUN     continues from FILE, and compares with RUN
+
+IMPLEMENTATION is `torch`, for `torch.optim.Muon` and `torch.optim.AdamW`, or `keller-jordan`, for
+`SingleDeviceMuonWithAuxAdam` of the package `muon-optimizer`.
 
 The iteration of Muon is in float32, as in the golden trajectories of the same precision.
 Needs torch (2.9 or later) and safetensors.
@@ -14,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 STEPS, SAVED, LR, TOLERANCE = 6, 3, 0.02, 1e-4
-# torch.optim.Muon always casts to bfloat16, whose rounding would hide an error of a state.
+MUON = dict(lr=LR, weight_decay=0.1, momentum=0.95)
+ADAMW = dict(lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+# Both always cast to bfloat16, whose rounding would hide an error of a state.
 torch.Tensor.bfloat16 = torch.Tensor.float
 
 
@@ -26,18 +32,27 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(10)
 
 
-def start():
+def start(implementation):
     torch.manual_seed(1)
     model = Net()
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
-    muon = torch.optim.Muon(matrices, lr=LR, weight_decay=0.1, momentum=0.95)
-    adamw = torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-    return model, [muon, adamw]
+    match implementation:
+        case "torch":
+            return model, [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, **ADAMW)]
+        case "keller-jordan":
+            from muon import SingleDeviceMuonWithAuxAdam
+
+            groups = [
+                dict(params=matrices, use_muon=True, **MUON),
+                dict(params=rest, use_muon=False, **ADAMW),
+            ]
+            return model, [SingleDeviceMuonWithAuxAdam(groups)]
+    sys.exit(__doc__)
 
 
-def write(folder):
-    model, optimizers = start()
+def write(implementation, folder):
+    model, optimizers = start(implementation)
     run = {f"init.{n}": p.detach().clone() for n, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(2)
     for step in range(1, STEPS + 1):
@@ -48,8 +63,8 @@ def write(folder):
             optimizer.step()
         run |= {f"param.{step}.{n}": p.detach().clone() for n, p in model.named_parameters()}
         if step == SAVED:
-            export(model, optimizers, f"{folder}/torch-state.safetensors")
-    save_file(run, f"{folder}/torch-run.safetensors")
+            export(model, optimizers, f"{folder}/{implementation}-state.safetensors")
+    save_file(run, f"{folder}/{implementation}-run.safetensors")
 
 
 def export(model, optimizers, path):
@@ -73,8 +88,8 @@ def read(model, optimizers, path):
                 optimizer.state[parameters[path]][key] = tensor
 
 
-def continue_from(path, run):
-    model, optimizers = start()
+def continue_from(implementation, path, run):
+    model, optimizers = start(implementation)
     read(model, optimizers, path)
     run, worst = load_file(run), 0.0
     for step in range(SAVED + 1, STEPS + 1):
@@ -92,9 +107,9 @@ def continue_from(path, run):
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["write", folder]:
-            write(folder)
-        case ["continue", path, run]:
-            sys.exit(0 if continue_from(path, run) else 1)
+        case ["write", implementation, folder]:
+            write(implementation, folder)
+        case ["continue", implementation, path, run]:
+            sys.exit(0 if continue_from(implementation, path, run) else 1)
         case _:
             sys.exit(__doc__)

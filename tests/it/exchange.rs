@@ -235,8 +235,15 @@ fn files_have_the_names_shapes_and_types_of_pytorch() {
     assert!(renamed.contains_key("optimizer.transformer.h.1.weight.momentum_buffer"));
 }
 
-/// Settings of the run in `tests/data/torch_run.py`.
-fn of_torch() -> MuonConfig {
+/// The code bases of which there are runs.
+const GOLDEN: [Implementation; 2] = [Implementation::Torch, Implementation::KellerJordan];
+
+/// Settings of the runs in `tests/data/torch_run.py`.
+fn settings(implementation: Implementation) -> MuonConfig {
+    let recipe = match implementation {
+        Implementation::Torch => Recipe::Torch,
+        _ => Recipe::KellerJordan,
+    };
     let adamw = AdamWConfig::new()
         .with_beta_1(0.9)
         .with_beta_2(0.95)
@@ -246,7 +253,7 @@ fn of_torch() -> MuonConfig {
         .with_coefficients(distmuon::Coefficients::KellerJordan)
         .with_steps(Some(5))
         .with_epsilon(1e-7);
-    MuonConfig::preset(Recipe::Torch, 1)
+    MuonConfig::preset(recipe, 1)
         .with_newton_schulz(iteration.with_dtype(distmuon::IterationDtype::F32))
         .with_momentum(0.95.into())
         .with_weight_decay(0.1.into())
@@ -276,7 +283,7 @@ impl OfTorch {
     }
 }
 
-/// PyTorch's trajectory, in the layout of Burn.
+/// The other side's trajectory, in the layout of Burn.
 struct Trajectory(Contents);
 
 /// A map of every parameter of a model to a tensor of the trajectory.
@@ -291,8 +298,8 @@ struct Named<'a> {
 }
 
 impl Trajectory {
-    fn read() -> Self {
-        Self(tensors(&data("torch-run.safetensors")))
+    fn read(implementation: Implementation) -> Self {
+        Self(tensors(&data(implementation, "run")))
     }
 
     fn tensor<const D: usize>(&self, prefix: &str, path: &str) -> Tensor<D> {
@@ -366,75 +373,93 @@ impl ModuleMapper for Named<'_> {
     }
 }
 
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("data").join(name)
+/// A file of `tests/data/torch_run.py`.
+fn data(implementation: Implementation, kind: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("data");
+    folder.join(format!("{implementation}-{kind}.safetensors"))
 }
 
 /// The tolerance of the golden trajectories of the same optimizers in float32.
 const TOLERANCE: f64 = 1e-4;
 
 #[test]
-fn a_run_of_pytorch_continues_here() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.bpk");
-    let exchange = Exchange::new(Implementation::Torch);
-    exchange.import(data("torch-state.safetensors"), &path, &OfTorch::new(), &3usize).unwrap();
-    let trajectory = Trajectory::read();
-    let net = OfTorch::new();
-    let optim = of_torch().init(&net);
-    let (net, mut optim, _): (_, _, usize) = checkpoint::load(&path, net, optim).unwrap();
-    let (_, error) =
-        trajectory.follow(net, &mut optim, 4..=6, |optim, net, grads| optim.step(0.02, net, grads));
-    assert!(error <= TOLERANCE, "{error:.1e}");
-    // Without the states, the same steps are others.
-    let (net, mut optim) = (checkpoint::load_weights(&path, OfTorch::new()).unwrap(), None);
-    let (_, error) = trajectory.follow(net, &mut optim, 4..=6, |optim, net, grads| {
-        optim.get_or_insert_with(|| of_torch().init(&net)).step(0.02, net, grads)
-    });
-    assert!(error > 100.0 * TOLERANCE, "{error:.1e}");
+fn runs_of_pytorch_continue_here() {
+    for implementation in GOLDEN {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.bpk");
+        let state = data(implementation, "state");
+        let exchange = Exchange::new(implementation);
+        exchange.import(state, &path, &OfTorch::new(), &3usize).unwrap();
+        let trajectory = Trajectory::read(implementation);
+        let settings = settings(implementation);
+        let net = OfTorch::new();
+        let optim = settings.init(&net);
+        let (net, mut optim, _): (_, _, usize) = checkpoint::load(&path, net, optim).unwrap();
+        let (_, error) = trajectory
+            .follow(net, &mut optim, 4..=6, |optim, net, grads| optim.step(0.02, net, grads));
+        assert!(error <= TOLERANCE, "{implementation}: {error:.1e}");
+        // Without the states, the same steps are others.
+        let (net, mut optim) = (checkpoint::load_weights(&path, OfTorch::new()).unwrap(), None);
+        let (_, error) = trajectory.follow(net, &mut optim, 4..=6, |optim, net, grads| {
+            optim.get_or_insert_with(|| settings.init(&net)).step(0.02, net, grads)
+        });
+        assert!(error > 100.0 * TOLERANCE, "{implementation}: {error:.1e}");
+    }
 }
 
 #[test]
-fn a_run_continues_in_pytorch() {
-    let folder = tempfile::tempdir().unwrap();
-    let [run, file] = ["run.bpk", "run.safetensors"].map(|name| folder.path().join(name));
-    let trajectory = Trajectory::read();
-    let (net, ..) = trajectory.walk(OfTorch::new(), "init", true);
-    let mut optim = of_torch().init(&net);
-    let (net, _) =
-        trajectory.follow(net, &mut optim, 1..=3, |optim, net, grads| optim.step(0.02, net, grads));
-    checkpoint::save(&run, &net, &optim, &3usize).unwrap();
-    Exchange::new(Implementation::Torch).export(&run, &file, &net).unwrap();
-    // The file that PyTorch wrote at this step, except for roundings.
-    let (ours, theirs) = (tensors(&file), tensors(&data("torch-state.safetensors")));
-    let described = |tensors: &Contents| -> Vec<_> {
-        tensors
-            .iter()
-            .map(|(name, (dtype, shape, _))| (name.clone(), *dtype, shape.clone()))
-            .collect()
-    };
-    assert_eq!(described(&ours), described(&theirs));
-    for (name, (.., bytes)) in &ours {
-        let (ours, theirs) = (floats(bytes), floats(&theirs[name].2));
-        let largest = theirs.iter().fold(0f32, |most, value| most.max(value.abs()));
-        let difference = models::largest_difference(&ours, &theirs);
-        assert!(difference <= 1e-4 * largest, "{name}: {difference:e} of {largest:e}");
+fn runs_continue_in_pytorch() {
+    for implementation in GOLDEN {
+        let folder = tempfile::tempdir().unwrap();
+        let [run, file] = ["run.bpk", "run.safetensors"].map(|name| folder.path().join(name));
+        let trajectory = Trajectory::read(implementation);
+        let (net, ..) = trajectory.walk(OfTorch::new(), "init", true);
+        let mut optim = settings(implementation).init(&net);
+        let (net, _) = trajectory
+            .follow(net, &mut optim, 1..=3, |optim, net, grads| optim.step(0.02, net, grads));
+        checkpoint::save(&run, &net, &optim, &3usize).unwrap();
+        Exchange::new(implementation).export(&run, &file, &net).unwrap();
+        // The file that PyTorch wrote at this step, except for roundings.
+        let (ours, theirs) = (tensors(&file), tensors(&data(implementation, "state")));
+        let described = |tensors: &Contents| -> Vec<_> {
+            tensors
+                .iter()
+                .map(|(name, (dtype, shape, _))| (name.clone(), *dtype, shape.clone()))
+                .collect()
+        };
+        assert_eq!(described(&ours), described(&theirs), "{implementation}");
+        for (name, (dtype, _, bytes)) in &ours {
+            if *dtype != Dtype::F32 {
+                assert_eq!(*bytes, theirs[name].2, "{implementation}: {name}");
+                continue;
+            }
+            let (ours, theirs) = (floats(bytes), floats(&theirs[name].2));
+            let largest = theirs.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let difference = models::largest_difference(&ours, &theirs);
+            assert!(difference <= 1e-4 * largest, "{name}: {difference:e} of {largest:e}");
+        }
+        in_pytorch(implementation, &file);
     }
-    in_pytorch(&file);
 }
 
-/// Continues in PyTorch, where it is installed.
-fn in_pytorch(file: &Path) {
+/// Continues in PyTorch, where it and the implementation are installed.
+fn in_pytorch(implementation: Implementation, file: &Path) {
     let python = || Command::new(std::env::var_os("PYTHON").unwrap_or("python3".into()));
-    let imports = python().args(["-c", "import torch, safetensors; torch.optim.Muon"]).output();
-    if !imports.is_ok_and(|output| output.status.success()) {
-        excused("no PyTorch with torch.optim.Muon, and safetensors, for python3");
+    let optimizer = match implementation {
+        Implementation::Torch => "torch.optim.Muon",
+        _ => "from muon import SingleDeviceMuonWithAuxAdam",
+    };
+    let imports = format!("import torch, safetensors; {optimizer}");
+    let imported = python().args(["-c", &imports]).output();
+    if !imported.is_ok_and(|output| output.status.success()) {
+        excused(format!("python3 can't run `{imports}`"));
         return;
     }
     let mut command = python();
-    command.arg(data("torch_run.py")).arg("continue").arg(file).arg(data("torch-run.safetensors"));
+    command.arg(data(implementation, "run").with_file_name("torch_run.py"));
+    command.args(["continue", implementation.name()]).arg(file).arg(data(implementation, "run"));
     let output = command.output().unwrap();
-    println!("{}", String::from_utf8_lossy(&output.stdout));
+    println!("{implementation}: {}", String::from_utf8_lossy(&output.stdout));
     assert!(output.status.success(), "{output:?}");
 }
 
