@@ -90,7 +90,8 @@ pub(crate) use parts::open;
 pub(crate) use read::Archive;
 pub use saver::{Saver, WhenBusy, latest};
 pub(crate) use states::{RANK, States, TrainedPaths};
-pub(crate) use write::{Contents, Planned, Saving};
+use write::Scratch;
+pub(crate) use write::{Contents, Planned, Read, Saving, Waiting};
 
 /// Key of the version in the metadata. Other burnpack files do not have it.
 const FORMAT: &str = "distmuon.checkpoint";
@@ -316,23 +317,29 @@ impl Checkpointed for ModuleOptimizer {
         saver.prepare(path)?;
         ensure_whole(model)?;
         ensure_clips(self)?;
-        let ids = ids(model);
-        let states = States::for_model(Archive::from_record(self.to_record()), &ids);
-        let of_model = states.of_model(&ids);
-        let contents = of_model.contents();
-        let names: Vec<String> = of_model.names().map(str::to_owned).collect();
-        let entries = entries(model, &Undivided);
-        let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
+        let (ids, entries) = (ids(model), entries(model, &Undivided));
+        let waiting = saver.waiting(&entries);
         let target = saver.target(path, saver.number(path), [0, 1]);
-        let to = (&*target.file(), saver.host_bytes());
-        let mut saving = start(to, (model, &Undivided), (planned, contents), progress)?;
-        for entry in entries {
-            saving.put((entry.data)(None))?;
+        let begun = Begun::new(&target.file(), (model, &Undivided), progress)?;
+        let optim = self.clone();
+        let put = move || {
+            // Burn copies the states to make a record of them.
+            let states = States::for_model(Archive::from_record(optim.to_record()), &ids);
+            let of_model = states.of_model(&ids);
+            let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
+            let mut saving = begun.with((planned, of_model.contents()), waiting)?;
+            for Entry { planned, data, .. } in entries {
+                saving.put_read(planned.bytes, Box::new(move || vec![data(None)]))?;
+            }
+            for name in of_model.names() {
+                saving.put(states.archive().data(name)?)?;
+            }
+            Ok(saving)
+        };
+        match waiting {
+            Waiting::Tensors => saver.finish_later(target, put),
+            Waiting::Copies(_) => saver.finish(target, put()),
         }
-        for name in &names {
-            saving.put(states.archive().data(name)?)?;
-        }
-        saver.finish(target, Ok(saving))
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(
@@ -419,34 +426,54 @@ pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
     }
 }
 
-/// Begins a file of a checkpoint, with bytes that may wait for the writer. The tensors of the model
-/// are to be put first, and the states then.
-///
-/// # Errors
-///
-/// As [`save`].
-pub(crate) fn start<M: Module, T: Serialize>(
-    (path, host_bytes): (&Path, usize),
-    (model, divided): (&M, &dyn Divided),
-    (of_model, states): (Vec<Planned>, Contents),
-    progress: &T,
-) -> Result<Saving> {
-    let json = |text: serde_json::Result<String>| {
-        text.map_err(|error| Error::Checkpoint {
-            path: path.to_owned(),
-            reason: format!("its progress can't be written as JSON: {error}"),
-            remedy: "use text for the keys of maps; the previous checkpoint is unchanged",
-        })
-    };
-    let mut contents = states;
-    let texts = [
-        (FORMAT, layout::VERSION.to_string()),
-        (PARAMETERS, json(serde_json::to_string(&parameters(model, divided)))?),
-        (PROGRESS, json(serde_json::to_string(progress))?),
-    ];
-    contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
-    contents.tensors.splice(0..0, of_model);
-    Saving::start(path, contents, host_bytes)
+/// A file of a checkpoint that has begun, without tensors so far.
+pub(crate) struct Begun {
+    scratch: Scratch,
+    texts: [(&'static str, String); 3],
+}
+
+impl Begun {
+    /// Begins a file.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`].
+    pub fn new<M: Module, T: Serialize>(
+        path: &Path,
+        (model, divided): (&M, &dyn Divided),
+        progress: &T,
+    ) -> Result<Self> {
+        let json = |text: serde_json::Result<String>| {
+            text.map_err(|error| Error::Checkpoint {
+                path: path.to_owned(),
+                reason: format!("its progress can't be written as JSON: {error}"),
+                remedy: "use text for the keys of maps; the previous checkpoint is unchanged",
+            })
+        };
+        let texts = [
+            (FORMAT, layout::VERSION.to_string()),
+            (PARAMETERS, json(serde_json::to_string(&parameters(model, divided)))?),
+            (PROGRESS, json(serde_json::to_string(progress))?),
+        ];
+        Ok(Self { scratch: Scratch::create(path)?, texts })
+    }
+
+    /// Begins to write: the tensors of the model are to be put first, and the states then.
+    ///
+    /// # Errors
+    ///
+    /// As [`save`].
+    pub fn with(
+        self,
+        (of_model, states): (Vec<Planned>, Contents),
+        waiting: Waiting,
+    ) -> Result<Saving> {
+        let Self { scratch, texts } = self;
+        let mut contents = states;
+        contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
+        contents.tensors.splice(0..0, of_model);
+        Saving::start(scratch, contents, waiting)
+    }
 }
 
 /// Loads what fits of the model of a run, and returns the differences. Of a parameter that is

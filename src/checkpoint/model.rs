@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::{BTreeSet, HashSet};
 
+use burn::backend::DispatchDevice;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
@@ -21,8 +22,10 @@ pub struct Entry {
     pub planned: Planned,
     /// `true` if it is divided among ranks.
     pub is_divided: bool,
+    /// `true` if its elements are in the memory of the host, where any thread can read them.
+    pub is_on_host: bool,
     /// Reads the elements from the device, or from the flat values of a divided parameter.
-    pub data: Box<dyn Fn(Option<Tensor<1>>) -> TensorData>,
+    pub data: Box<dyn Fn(Option<Tensor<1>>) -> TensorData + Send>,
 }
 
 impl Entry {
@@ -133,8 +136,8 @@ impl Collector<'_> {
     fn add(
         &mut self,
         id: ParamId,
-        (dtype, shape): (DType, Shape),
-        data: impl Fn(Option<Tensor<1>>) -> TensorData + 'static,
+        (dtype, shape, device): (DType, Shape, Device),
+        data: impl Fn(Option<Tensor<1>>) -> TensorData + Send + 'static,
     ) {
         let name = prefixed(MODEL, &self.path.join("."));
         let mut planned = Planned::new(name, dtype, shape.to_vec(), Some(id.val()));
@@ -142,7 +145,8 @@ impl Collector<'_> {
             // Quantized elements are packed, and their scales follow them.
             planned.bytes = data(None).bytes().len();
         }
-        self.entries.push(Entry { planned, is_divided: false, data: Box::new(data) });
+        let is_on_host = is_on_host(&device);
+        self.entries.push(Entry { planned, is_divided: false, is_on_host, data: Box::new(data) });
     }
 }
 
@@ -155,7 +159,7 @@ macro_rules! visit {
             let (id, param) = (param.id, param.clone());
             let saved = move || param.transform_for_save().val();
             let value = saved();
-            let kind = (value.dtype(), value.shape());
+            let kind = (value.dtype(), value.shape(), value.device());
             // Before the next parameter: see above.
             drop(value);
             self.add(id, kind, move |_| saved().into_data());
@@ -188,13 +192,14 @@ impl ModuleVisitor for Collector<'_> {
         let (id, param) = (param.id, with_mapper(param.clone(), self.divided.mapper(&path)));
         let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
         let is_slice = whole_shape.is_some();
-        let kind = match &whole_shape {
+        let (dtype, stored) = match &whole_shape {
             Some(whole) => stored_whole(&param, whole),
             None => {
                 let value = param.transform_for_save().val();
                 (value.dtype(), value.shape())
             }
         };
+        let kind = (dtype, stored, param.val().device());
         let shape = whole_shape.unwrap_or_else(|| param.val().shape());
         let saved = move |whole: Option<Tensor<D>>| {
             let param = match whole {
@@ -211,6 +216,15 @@ impl ModuleVisitor for Collector<'_> {
 
     visit!(visit_int, Tensor<D, Int>);
     visit!(visit_bool, Tensor<D, Bool>);
+}
+
+/// Returns `true` for a device whose tensors are in the memory of the host.
+fn is_on_host(device: &Device) -> bool {
+    match device.clone().inner().as_dispatch() {
+        #[cfg(feature = "flex")]
+        DispatchDevice::Flex(_) => true,
+        _ => false,
+    }
 }
 
 /// The type and shape in which a whole of this shape is stored, given a slice of it.

@@ -445,7 +445,7 @@ fn open_part(folder: &Path, part: &IndexedPart) -> Result<Archive> {
 mod tests {
     use burn::tensor::{DType, TensorData};
 
-    use super::super::write::{Contents, Planned, Saving};
+    use super::super::write::{Contents, Planned, Saving, Scratch, Waiting};
     use super::*;
 
     /// Patience for parts that are there.
@@ -454,8 +454,12 @@ mod tests {
     }
 
     fn write(part: &Part) {
-        let saving = Saving::start(&part.path(), Contents::default(), usize::MAX).unwrap();
-        saving.finish().unwrap();
+        start(part, Contents::default()).finish().unwrap();
+    }
+
+    fn start(part: &Part, contents: Contents) -> Saving {
+        let scratch = Scratch::create(&part.path()).unwrap();
+        Saving::start(scratch, contents, Waiting::Copies(usize::MAX)).unwrap()
     }
 
     /// A run is still saving to a folder to which its successor saves.
@@ -541,7 +545,7 @@ mod tests {
             let name = format!("tensor-{rank}");
             let planned = Planned::new(name, DType::F32, vec![2], None);
             let contents = Contents { tensors: vec![planned], ..Contents::default() };
-            let mut saving = Saving::start(&part.path(), contents, usize::MAX).unwrap();
+            let mut saving = start(part, contents);
             saving.put(TensorData::from([rank as f32, 1.0])).unwrap();
             saving.finish().unwrap();
         }

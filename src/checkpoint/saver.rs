@@ -9,10 +9,10 @@ use std::time::Duration;
 use burn::module::Module;
 use serde::Serialize;
 
-use super::Checkpointed;
 use super::layout::Seal;
 use super::parts::{self, Part, Patience};
-use super::write::{Saving, failed};
+use super::write::{Saving, Waiting, failed};
+use super::{Checkpointed, Entry};
 use crate::error::{Error, Result};
 
 /// The answer of [`Saver::save`] while an earlier save still runs.
@@ -30,6 +30,9 @@ pub enum WhenBusy {
 /// [`save`](Self::save) copies model and optimizer to the memory of the host and returns. A thread
 /// then writes, syncs and renames the file, which is the one that [`checkpoint::save`](super::save)
 /// writes, byte for byte. An interrupted save leaves the previous file in place.
+///
+/// On Flex, whose tensors are in the memory of the host, `save` copies nothing: the thread reads
+/// the tensors. Until it has, a step that changes one makes a new tensor.
 ///
 /// An error of the thread is returned by the next [`save`](Self::save) or [`wait`](Self::wait): end
 /// a run with `wait`. A `Saver` that is dropped waits as well, and logs the error.
@@ -226,9 +229,13 @@ impl Saver {
         self.running.iter().for_each(|running| running.patience.shorten(GRACE));
     }
 
-    /// Bytes that may wait for the writer.
-    pub(crate) fn host_bytes(&self) -> usize {
-        self.host_bytes
+    /// The elements of a model that may wait for the writer.
+    pub(crate) fn waiting(&self, entries: &[Entry]) -> Waiting {
+        // Under a limit, copies are counted. Nobody counts the copies that training makes.
+        match self.host_bytes == usize::MAX && entries.iter().all(|entry| entry.is_on_host) {
+            true => Waiting::Tensors,
+            false => Waiting::Copies(self.host_bytes),
+        }
     }
 
     /// Returns `true` if every rank writes a file.
@@ -250,10 +257,19 @@ impl Saver {
     /// Completes a file whose tensors have all been put, or fails with the error of one of them.
     pub(crate) fn finish(&mut self, target: Target, saving: Result<Saving>) -> Result<()> {
         let saving = saving.inspect_err(|error| target.give_up(error))?;
+        self.finish_later(target, || Ok(saving))
+    }
+
+    /// [`finish`](Self::finish) of a file whose tensors the thread puts.
+    pub(crate) fn finish_later(
+        &mut self,
+        target: Target,
+        put: impl FnOnce() -> Result<Saving> + Send + 'static,
+    ) -> Result<()> {
         let (keep_last, patience) = (self.keep_last, Patience::new(self.patience));
         let (to, waits) = (target.clone(), patience.clone());
         let finish = move || {
-            saving.finish().inspect_err(|error| to.give_up(error))?;
+            put().and_then(Saving::finish).inspect_err(|error| to.give_up(error))?;
             // Rank 0 alone completes the folder, and removes older ones.
             if to.part.as_ref().is_some_and(|part| !part.is_first()) {
                 return Ok(());

@@ -1,6 +1,6 @@
 //! Writing a checkpoint tensor by tensor.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -59,13 +59,53 @@ impl Contents {
     }
 }
 
+/// The temporary file of a checkpoint, in the folder of its path.
+pub struct Scratch {
+    path: PathBuf,
+    file: AtomicFile,
+}
+
+impl Scratch {
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if it can't be created.
+    pub fn create(path: &Path) -> Result<Self> {
+        let (scratch, file) =
+            replaced_file::create(path).map_err(|error| failed(path, &error.to_string()))?;
+        drop(file); // the writer of the container opens the path itself
+        Ok(Self { path: path.to_owned(), file: scratch })
+    }
+}
+
+/// The elements that wait for the writer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waiting {
+    /// Copies of so many bytes, or of one tensor that has more.
+    Copies(usize),
+    /// Tensors in the host's memory, which the writer reads: whoever changes one makes a copy.
+    Tensors,
+}
+
+impl Waiting {
+    fn bytes(self) -> usize {
+        match self {
+            Self::Copies(bytes) => bytes,
+            Self::Tensors => usize::MAX,
+        }
+    }
+}
+
+/// Reads the elements of tensors that follow each other.
+pub type Read = Box<dyn FnOnce() -> Vec<TensorData> + Send>;
+
 /// A checkpoint that is being written. [`finish`](Self::finish) replaces the file at its path. If
 /// it is dropped before, it leaves no file behind.
 pub struct Saving {
     path: PathBuf,
     index: Index,
+    waiting: Waiting,
     /// Sends the elements to the writer. Dropped when there are no more.
-    data: Option<Sender<Bytes>>,
+    data: Option<Sender<Read>>,
     /// The memory for elements that wait for the writer.
     room: Arc<Room>,
     /// The checksums of the tensors that the writer has taken.
@@ -77,23 +117,21 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// Begins a temporary file in the folder of `path`. Elements of `host_bytes` may wait for the
-    /// writer, or one tensor that has more.
+    /// Begins to write to a temporary file.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if it can't be created.
-    pub fn start(path: &Path, contents: Contents, host_bytes: usize) -> Result<Self> {
-        let (scratch, file) =
-            replaced_file::create(path).map_err(|error| failed(path, &error.to_string()))?;
-        drop(file); // the writer of the container opens the path itself
+    /// [`Error::Checkpoint`] if no thread can be started.
+    pub fn start(scratch: Scratch, contents: Contents, waiting: Waiting) -> Result<Self> {
+        let Scratch { path, file: scratch } = scratch;
         // The writer of the container pulls tensors from closures that own their data, while the
         // caller pushes tensors that it makes from borrowed data. A thread connects the two.
         let (data, tensors) = mpsc::channel();
         let (room, checksums) =
-            (Arc::new(Room::new(host_bytes)), Arc::<Mutex<Vec<u32>>>::default());
+            (Arc::new(Room::new(waiting.bytes())), Arc::<Mutex<Vec<u32>>>::default());
         let source = Producer {
             tensors,
+            read: VecDeque::new(),
             room: room.clone(),
             written: 0,
             checksums: checksums.clone(),
@@ -104,7 +142,7 @@ impl Saving {
         let writer = thread::Builder::new()
             .name("checkpoint".to_owned())
             .spawn(move || container.write_to_file_in_place(scratch_path))
-            .map_err(|error| failed(path, &format!("cannot start a thread: {error}")))?;
+            .map_err(|error| failed(&path, &format!("cannot start a thread: {error}")))?;
         let tensors = contents.tensors.into_iter().map(|planned| Section {
             name: planned.name,
             dtype: planned.dtype,
@@ -120,8 +158,9 @@ impl Saving {
             metadata: contents.metadata,
         };
         Ok(Self {
-            path: path.to_owned(),
+            path,
             index,
+            waiting,
             data: Some(data),
             room,
             checksums,
@@ -136,11 +175,28 @@ impl Saving {
     ///
     /// [`Error::Checkpoint`] if it can't be written.
     pub fn put(&mut self, data: TensorData) -> Result<()> {
-        let (bytes, ..) = data.into_parts();
-        // Before the tensor is sent: the caller waits here while the writer is behind, so that the
-        // memory of the host stays bounded.
-        self.room.take(bytes.len());
-        let sent = self.data.as_ref().is_some_and(|data| data.send(bytes).is_ok());
+        let bytes = data.bytes().len();
+        self.send(bytes, Box::new(move || vec![data]))
+    }
+
+    /// Writes the next tensors, of so many bytes together, or leaves them to the writer, which
+    /// reads them if that is how they [wait](Waiting::Tensors).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if they can't be written.
+    pub fn put_read(&mut self, bytes: usize, read: Read) -> Result<()> {
+        match self.waiting {
+            Waiting::Copies(_) => read().into_iter().try_for_each(|data| self.put(data)),
+            Waiting::Tensors => self.send(bytes, read),
+        }
+    }
+
+    fn send(&mut self, bytes: usize, read: Read) -> Result<()> {
+        // Before the tensors are sent: the caller waits here while the writer is behind, so that
+        // the memory of the host stays bounded.
+        self.room.take(bytes);
+        let sent = self.data.as_ref().is_some_and(|data| data.send(read).is_ok());
         // The writer has ended: its error says why.
         if sent { Ok(()) } else { self.join() }
     }
@@ -229,7 +285,9 @@ impl Room {
 
 /// The writer's end of the channel.
 struct Producer {
-    tensors: Receiver<Bytes>,
+    tensors: Receiver<Read>,
+    /// Tensors that were read with the one before.
+    read: VecDeque<TensorData>,
     room: Arc<Room>,
     /// Bytes of the tensor that was taken last.
     written: usize,
@@ -244,7 +302,10 @@ impl Producer {
         // The container asks for a tensor when it has written the last one.
         self.room.give(self.written);
         self.written = 0;
-        let bytes = self.tensors.recv().ok()?;
+        while self.read.is_empty() {
+            self.read = self.tensors.recv().ok()?().into();
+        }
+        let (bytes, ..) = self.read.pop_front()?.into_parts();
         self.written = bytes.len();
         let mut checksums = self.checksums.lock().expect("no holder of the lock panics");
         let is_last = checksums.len() + 1 == self.count;

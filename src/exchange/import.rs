@@ -12,7 +12,9 @@ use super::file::{Source, converted, transposed};
 use super::forms::Form;
 use super::{Exchange, OPTIMIZER, STEP};
 use crate::backend::precise_dtype;
-use crate::checkpoint::{self, Contents, Difference, DifferenceKind, Planned, RANK, Undivided};
+use crate::checkpoint::{
+    self, Begun, Contents, Difference, DifferenceKind, Planned, RANK, Undivided, Waiting,
+};
 use crate::error::{Error, Result};
 use crate::load_difference::listed;
 use crate::parameters::{self, Found};
@@ -73,10 +75,9 @@ impl Exchange {
             });
         }
         // No bytes wait for the writer, so that one tensor at a time is in memory.
-        let to = (checkpoint.as_ref(), 0);
         let of_model = weights.iter().map(|taken| taken.planned.clone()).collect();
-        let mut saving =
-            checkpoint::start(to, (model, &Undivided), (of_model, contents), progress)?;
+        let begun = Begun::new(checkpoint.as_ref(), (model, &Undivided), progress)?;
+        let mut saving = begun.with((of_model, contents), Waiting::Copies(0))?;
         for taken in weights.iter().chain(&states) {
             saving.put(taken.read(&mut source)?)?;
         }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket_shard::Shard;
 use super::divided_model::DividedModel;
-use crate::checkpoint::{Planned, States};
+use crate::checkpoint::{Planned, Read, States};
 use crate::comm::World;
 use crate::distributed::plan::BucketKind;
 use crate::error::Result;
@@ -156,7 +156,7 @@ impl OwnStates {
         divided: &DividedModel,
         shards: &[Shard],
         receivers: Receivers,
-        mut each: impl FnMut(TensorData),
+        mut each: impl FnMut(usize, Read),
     ) -> Result<()> {
         // In the order of the plan, and with all sizes known, so that all ranks make the same
         // calls.
@@ -179,7 +179,8 @@ impl OwnStates {
                 let values = elements[start..start + bytes].to_vec();
                 start += bytes;
                 let values = Bytes::from_bytes_vec(values);
-                each(TensorData::from_bytes(values, shape.clone(), *dtype));
+                let data = TensorData::from_bytes(values, shape.clone(), *dtype);
+                each(*bytes, Box::new(|| vec![data]));
             }
         }
         Ok(())

@@ -4,17 +4,17 @@ use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use burn::module::Module;
-use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn::tensor::{Bytes, Tensor, TensorData};
 use serde::Serialize;
 
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
 use super::super::custom_states::{OwnStates, Receivers};
 use super::super::divided_model::DividedModel;
-use crate::checkpoint::{self, Entry, Saver, Saving};
+use crate::checkpoint::{self, Begun, Entry, Read, Saver, Saving};
 use crate::comm::World;
 use crate::distributed::busy::Busy;
-use crate::distributed::plan::{Bucket, BucketKind, InBuffer};
+use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::error::Result;
 
 /// The rank that writes each tensor of a checkpoint, the same on all ranks.
@@ -94,13 +94,14 @@ impl DistModuleOptimizer {
         // The ids in the file belong to the saved model, by which Burn finds the state of a
         // parameter: after a load they differ from the last step's.
         let ids: HashMap<String, u64> = entries.iter().filter_map(Entry::identity).collect();
+        let waiting = saver.waiting(&entries);
         let start = || {
             let is_written = |slot: usize| writers.slots[slot] == rank;
             let states = self.contents(&counters, &own, &ids, is_written)?.of_optimizer();
             let here = entries.iter().zip(&writers.model).filter(|(_, writer)| **writer == rank);
             let here = here.map(|(entry, _)| entry.planned.clone()).collect();
-            let to = (&*target.file(), saver.host_bytes());
-            checkpoint::start(to, (model, divided), (here, states), progress)
+            let begun = Begun::new(&target.file(), (model, divided), progress)?;
+            begun.with((here, states), waiting)
         };
         let mut saving = writes.then(start).transpose();
         let mut parts = parts.into_iter();
@@ -113,12 +114,14 @@ impl DistModuleOptimizer {
                 false => None,
             };
             if *writer == rank {
-                put(&mut saving, || (entry.data)(whole));
+                let Entry { planned, data, .. } = entry;
+                put(&mut saving, planned.bytes, Box::new(move || vec![data(whole)]));
             }
         }
-        collect(divided, shards, &own, receivers, |data| put(&mut saving, || data))?;
+        collect(divided, shards, &own, receivers, |bytes, read| put(&mut saving, bytes, read))?;
         for counter in counters {
-            put(&mut saving, || TensorData::from([counter.value]));
+            let value = TensorData::from([counter.value]);
+            put(&mut saving, value.bytes().len(), Box::new(|| vec![value]));
         }
         // Collectives may return results that the device has not received yet.
         world.comm().synchronize()?;
@@ -144,14 +147,14 @@ fn share_identities(
     Ok(save)
 }
 
-/// Passes on the state's tensors one by one, in the order of [`DividedModel::contents`], on the
-/// ranks that receive them. All ranks make this call.
+/// Passes on the state's tensors, in the order of [`DividedModel::contents`], on the ranks that
+/// receive them: their bytes, and what reads them. All ranks make this call.
 pub fn collect(
     divided: &DividedModel,
     shards: &[Shard],
     own: &OwnStates,
     receivers: Receivers,
-    mut each: impl FnMut(TensorData),
+    mut each: impl FnMut(usize, Read),
 ) -> Result<()> {
     let comm = divided.world.comm();
     let slots = shards
@@ -171,43 +174,52 @@ pub fn collect(
             }
         };
         if receiver.is_none_or(|rank| rank == comm.rank()) {
-            unpack(&values, whole, |index, bytes, dtype| {
-                let shape = divided.recorded_shape(index, slot.name);
-                each(TensorData::from_bytes(bytes, shape, dtype));
-            });
+            let shape = |index: &usize| divided.recorded_shape(*index, slot.name);
+            let parameters = values.by_parameter();
+            let shapes: Vec<_> = parameters.keys().map(shape).collect();
+            let segments: Vec<_> = parameters.into_values().collect();
+            let elements: usize = segments.iter().flatten().map(|segment| segment.len).sum();
+            let bytes = elements * whole.dtype().size();
+            each(bytes, Box::new(move || unpack(&segments, shapes, whole)));
         }
     }
     own.collect(divided, shards, receivers, each)
 }
 
-/// Cuts the buffer of a bucket into the values of its parameters, in the order of their indices.
-fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, DType)) {
+/// Cuts the buffer of a bucket into the values of its parameters, which have these segments.
+fn unpack(
+    parameters: &[Vec<InBuffer>],
+    shapes: Vec<Vec<usize>>,
+    whole: Tensor<1>,
+) -> Vec<TensorData> {
     let elements = whole.dims()[0];
     let (bytes, _, dtype) = whole.into_data().into_parts();
-    let parameters = bucket.by_parameter();
     // The buffer of a single parameter is passed on without a copy: such a bucket can be the
     // largest.
-    if let Some((number, segments)) = parameters.first_key_value()
+    if let [segments] = parameters
         && segments.iter().all(|segment| segment.first == segment.start)
         && segments.iter().map(|segment| segment.len).sum::<usize>() == elements
     {
-        return each(*number, bytes, dtype);
+        let shape = shapes.into_iter().next().expect("every parameter has a shape");
+        return vec![TensorData::from_bytes(bytes, shape, dtype)];
     }
     let size = dtype.size();
-    for (number, segments) in parameters {
+    let values = |segments: &Vec<InBuffer>| {
         let bytes_of_all = segments.iter().map(|segment| segment.len * size).sum();
         let mut values = Vec::with_capacity(bytes_of_all);
         for InBuffer { start, len, .. } in segments {
             values.extend_from_slice(&bytes[start * size..(start + len) * size]);
         }
-        each(number, Bytes::from_bytes_vec(values), dtype);
-    }
+        Bytes::from_bytes_vec(values)
+    };
+    let parameters = parameters.iter().zip(shapes);
+    parameters.map(|(of, shape)| TensorData::from_bytes(values(of), shape, dtype)).collect()
 }
 
-/// Writes the next tensor of a checkpoint, unless one before it could not be written.
-fn put(saving: &mut Result<Option<Saving>>, data: impl FnOnce() -> TensorData) {
+/// Writes the next tensors of a checkpoint, unless one before them could not be written.
+fn put(saving: &mut Result<Option<Saving>>, bytes: usize, read: Read) {
     if let Ok(Some(open)) = saving
-        && let Err(error) = open.put(data())
+        && let Err(error) = open.put_read(bytes, read)
     {
         *saving = Err(error);
     }
