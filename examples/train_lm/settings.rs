@@ -11,7 +11,8 @@ use clap::error::ErrorKind;
 use clap::{Arg, Args, Command, ValueEnum};
 use distmuon::comm::World;
 use distmuon::{
-    Dial, MasterWeights, MuonConfig, NewtonSchulzConfig, Recipe, StateDtype, checkpoint,
+    Dial, MasterWeights, MuonConfig, NewtonSchulzConfig, Recipe, RoutingRule, StateDtype,
+    checkpoint,
 };
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
@@ -247,8 +248,19 @@ impl Settings {
             }
             None => muon,
         };
+        let by_heads = recipe.and_then(|recipe| self.by_heads(recipe));
+        let muon = by_heads.into_iter().fold(muon, MuonConfig::with_rule);
         let muon = muon.with_state_dtype(self.states.dtype());
         Ok(muon.with_master_weights(self.master_weights()))
+    }
+
+    /// The rule by which a recipe orthogonalises projections of attention in blocks of heads.
+    fn by_heads(&self, recipe: Recipe) -> Option<RoutingRule> {
+        let projections = match recipe {
+            Recipe::ModdedNanogpt => r"\.attention\.(query|key)\.weight$",
+            _ => r"\.attention\.(query|key|value)\.weight$",
+        };
+        recipe.per_head(projections, self.model(self.vocabulary()).heads)
     }
 
     /// Sets what follows from the depth or the recipe and was not given.

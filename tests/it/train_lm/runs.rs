@@ -391,6 +391,26 @@ fn recipes_bring_their_clip_and_their_iteration() {
     }
 }
 
+/// In four layers with four heads each.
+#[test]
+fn recipes_orthogonalise_projections_by_their_blocks_of_heads() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 1 --eval-every 0 --sample 0 --account";
+    let matrices = |recipe: &str| {
+        succeed(folder.path(), &format!("{flags} --recipe {recipe} --log run.jsonl"));
+        let log = log(&folder.path().join("run.jsonl"));
+        let groups = log.iter().find_map(|line| line.get("account")).expect("an account");
+        let groups = groups.as_array().unwrap().iter();
+        groups.map(|group| group["matrices"].as_u64().unwrap()).sum::<u64>()
+    };
+    let whole = matrices("moonlight");
+    // A projection is one matrix less and a matrix for every block more.
+    let in_blocks = |projections: u64, blocks: u64| whole + 4 * projections * (blocks - 1);
+    assert_eq!(matrices("kimi-k3"), in_blocks(3, 4));
+    assert_eq!(matrices("glm-5"), in_blocks(3, 4));
+    assert_eq!(matrices("modded-nanogpt"), in_blocks(2, 2));
+}
+
 #[test]
 fn a_divided_run_prints_its_plan_and_continues_under_another() {
     let folder = folder();
