@@ -41,7 +41,11 @@ impl OwnSettings<'_> {
             let [beta_1, beta_2] = rest.rule.betas();
             format!("betas {beta_1}, {beta_2}, decay {}", rest.weight_decay * role.decay)
         });
-        let all = [rate(self.lr_factor), momentum, decay, elementwise];
+        let epsilon = match self.elementwise {
+            Some(ElementwiseConfig::AdamW(adamw)) => Some(format!("epsilon {:e}", adamw.epsilon)),
+            _ => None,
+        };
+        let all = [rate(self.lr_factor), momentum, decay, elementwise, epsilon];
         all.into_iter().flatten().map(|text| format!(", {text}")).collect()
     }
 }

@@ -230,7 +230,7 @@ fn the_table_shows_settings_of_rules() {
     assert_eq!(optimizer("layers.0.weight"), "Muon, 4 x rate, decay 0");
     assert_eq!(
         optimizer("embedding.weight"),
-        "AdamW (embedding), 0.5 x rate, betas 0.7, 0.8, decay 0.5"
+        "AdamW (embedding), 0.5 x rate, betas 0.7, 0.8, decay 0.5, epsilon 1e-3"
     );
     assert_eq!(optimizer("head.weight"), "Lion (head), betas 0.9, 0.99, decay 0");
     assert_eq!(optimizer("layers.1.weight"), "Muon");
