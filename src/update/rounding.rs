@@ -177,6 +177,21 @@ mod tests {
     }
 
     #[test]
+    fn numbers_of_elements_above_a_billion_do_not_depend_on_the_cut() {
+        let device = Device::default();
+        let numbers = |element: usize, count: usize| {
+            let origin = Origin { parameter: "weight", element, step: 11 };
+            values(origin.uniform(7, count, &device))
+        };
+        // Within these ranges, the index leaves 30 bits, and then 31.
+        for middle in [1 << 30, 1 << 31] {
+            let all = numbers(middle - 5, 10);
+            assert_eq!(all, [numbers(middle - 5, 5), numbers(middle, 5)].concat());
+            assert!(all.iter().all(|number| (0.0..1.0).contains(number)), "{all:?}");
+        }
+    }
+
+    #[test]
     fn split_values_are_joined_exactly() {
         if !has(DType::BF16) {
             return;
