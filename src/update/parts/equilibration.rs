@@ -12,7 +12,7 @@ use super::{Behaviour, Context, Part, Stage, by_largest};
 const LEAST_NORM: f64 = 1e-15;
 
 /// Scales every row to the root mean square of the row norms before the iteration, as in
-/// <https://github.com/karpathy/nanochat>.
+/// <https://github.com/karpathy/nanochat>. MuonEq (<https://arxiv.org/abs/2603.28254>) does so.
 ///
 /// A row has the weights of one output. Of `r` rows, row `X_i` becomes
 /// `X_i |X|_F / (sqrt(r) |X_i|)`, so that outputs with small gradients contribute to the update as

@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 /// stays zero.
 const LEAST_NORM: f64 = 1e-10;
 
-/// Scales the result of the iteration, `m` by `n`, to a Frobenius norm.
+/// Scales the result of the iteration, `m` by `n`, to a Frobenius norm, as Muon+ does
+/// (<https://arxiv.org/abs/2602.21545>).
 ///
 /// ```
 /// use distmuon::parts::{Renormalization, TargetNorm};
