@@ -313,7 +313,8 @@ impl Bench {
 /// The operations of five steps on a matrix, in the form that needs fewer.
 fn min_operations(m: usize, n: usize) -> f64 {
     let (short, long) = (m.min(n), m.max(n));
-    cost::standard(5, short, long, |_| 0.5).min(cost::gram(5, 1, short, long, |_| 0.5))
+    let five = cost::Steps { all: 5, with_square: 5 };
+    cost::standard(five, short, long, |_| 0.5).min(cost::gram(five, 1, short, long, |_| 0.5))
 }
 
 /// Sends the operations of a result to the device. Otherwise Burn's fusion would join the

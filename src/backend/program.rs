@@ -113,6 +113,11 @@ impl Program {
         })
     }
 
+    #[cfg(test)]
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+
     /// Runs the program on a batch. `compute` returns the result of a step from its operands. A
     /// matrix is dropped after the last product that reads it, or moved into that product.
     pub fn run<M: Clone>(&self, x: M, mut compute: impl FnMut(&Step, Vec<M>) -> M) -> M {

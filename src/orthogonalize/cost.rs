@@ -4,24 +4,43 @@
 //! that is computed, given the length of the inner dimension: one half where only a triangle is
 //! computed, and 1 where the product is computed in full.
 
+use crate::backend::Polynomial;
+
+/// The number of steps, and of those whose polynomial has a square term: a cubic one has none.
+#[derive(Debug, Clone, Copy)]
+pub struct Steps {
+    pub all: usize,
+    pub with_square: usize,
+}
+
+impl Steps {
+    /// The steps with these polynomials.
+    pub fn of(schedule: &[Polynomial]) -> Self {
+        let with_square = schedule.iter().filter(|[_, _, c]| *c != 0.0).count();
+        Self { all: schedule.len(), with_square }
+    }
+}
+
 /// Floating-point operations of the standard form on an `m` by `n` matrix, `m <= n`. Every step
-/// computes `X X^T`, the square of `X X^T`, and the product with `X`.
-pub fn standard(steps: usize, m: usize, n: usize, share: impl Fn(usize) -> f64) -> f64 {
+/// computes `X X^T`, the square of `X X^T` if its polynomial has one, and the product with `X`.
+pub fn standard(steps: Steps, m: usize, n: usize, share: impl Fn(usize) -> f64) -> f64 {
     // `X X^T` has the inner dimension `n`, products of `m` by `m` matrices have `m`.
     let x_share = share(n);
     let r_share = share(m);
     let (m, n) = (m as f64, n as f64);
-    steps as f64 * 2.0 * m * m * (x_share * n + r_share * m + n)
+    let (steps, squares) = (steps.all as f64, steps.with_square as f64);
+    2.0 * m * m * (steps * (x_share * n + n) + squares * r_share * m)
 }
 
 /// Floating-point operations of the Gram form on an `m` by `n` matrix, `m <= n`, with a number of
 /// restarts.
 ///
 /// `X X^T` and the product of `Q` and `X` are computed once, and again at every restart. Each step
-/// squares `R`. Each step except the first after a (re)start multiplies `Q`. Each step except the
-/// last before a restart or the end advances `R` by two products.
+/// squares `R` if its polynomial has a square term. Each step except the first after a (re)start
+/// multiplies `Q`. Each step except the last before a restart or the end advances `R` by two
+/// products.
 pub fn gram(
-    steps: usize,
+    steps: Steps,
     restarts: usize,
     m: usize,
     n: usize,
@@ -31,8 +50,8 @@ pub fn gram(
     let x_share = share(n);
     let r_share = share(m);
     let segments = 1.0 + restarts as f64;
-    let (steps, m, n) = (steps as f64, m as f64, n as f64);
-    let r_products = steps + 3.0 * (steps - segments);
+    let (m, n) = (m as f64, n as f64);
+    let r_products = steps.with_square as f64 + 3.0 * (steps.all as f64 - segments);
     2.0 * m * m * (segments * (x_share * n + n) + r_products * r_share * m)
 }
 
@@ -57,13 +76,14 @@ mod tests {
         let full = |_| 1.0;
         let half = |_| 0.5;
         let cube = 64f64.powi(3);
-        assert_eq!(standard(5, 64, 64, full), 30.0 * cube);
-        assert_eq!(standard(5, 64, 64, half), 20.0 * cube);
-        assert_eq!(standard(5, 64, 256, half), 65.0 * cube);
-        assert_eq!(gram(5, 1, 64, 64, half), 20.0 * cube);
-        assert_eq!(gram(5, 1, 64, 256, half), 38.0 * cube);
-        assert_eq!(gram(5, 2, 64, 256, half), 47.0 * cube);
-        assert_eq!(gram(5, 1, 64, 256, full), 60.0 * cube);
-        assert_eq!(gram(5, 0, 64, 256, half), 29.0 * cube);
+        let five = Steps { all: 5, with_square: 5 };
+        assert_eq!(standard(five, 64, 64, full), 30.0 * cube);
+        assert_eq!(standard(five, 64, 64, half), 20.0 * cube);
+        assert_eq!(standard(five, 64, 256, half), 65.0 * cube);
+        assert_eq!(gram(five, 1, 64, 64, half), 20.0 * cube);
+        assert_eq!(gram(five, 1, 64, 256, half), 38.0 * cube);
+        assert_eq!(gram(five, 2, 64, 256, half), 47.0 * cube);
+        assert_eq!(gram(five, 1, 64, 256, full), 60.0 * cube);
+        assert_eq!(gram(five, 0, 64, 256, half), 29.0 * cube);
     }
 }

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use super::config::{IterationForm, NewtonSchulzConfig, Normalization};
 use super::iteration_plan::{IterationPlan, Planner};
-use super::{gram, restarts, standard};
+use super::{cost, gram, restarts, standard};
 use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
     AOL_SIZE, Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
@@ -67,7 +67,7 @@ impl NewtonSchulzConfig {
                 form: *form,
                 dtype: *dtype,
                 policy: KernelPolicy::Auto,
-                steps: schedule.len(),
+                steps: cost::Steps::of(&schedule),
                 restarts,
                 tf32_restarts,
             },
@@ -308,12 +308,63 @@ mod tests {
     use burn::tensor::Distribution;
 
     use super::*;
+    use crate::orthogonalize::Coefficients;
     #[cfg(feature = "cuda")]
     use crate::{
         cuda_stand_in::{self, StandIn},
         orthogonalize::IterationDtype,
         skipped_tests::excused,
     };
+
+    /// The operations of a program, by the definition of `cost`: a test of its formulas.
+    fn operations(program: &Program, path: ComputePath, [m, n]: [usize; 2]) -> f64 {
+        let share = |inner| path.symmetric_share(m, inner);
+        let of_step = |step: &Step| match step {
+            Step::Square { .. } => n as f64 * share(n),
+            Step::Symmetric { .. } => m as f64 * share(m),
+            Step::Apply { .. } | Step::ApplyAndAdd { .. } => n as f64,
+            Step::AccumulateQ { .. } => unreachable!("no one kernel computes a large matrix"),
+            Step::Scaled { .. }
+            | Step::PlusIdentity { .. }
+            | Step::Rescaled { .. }
+            | Step::RescaledSquare { .. } => 0.0,
+        };
+        2.0 * (m * m) as f64 * program.steps().iter().map(of_step).sum::<f64>()
+    }
+
+    #[test]
+    fn operations_are_those_of_the_products_that_run() {
+        let sets = [Coefficients::KellerJordan, Coefficients::You, Coefficients::Cubic];
+        let mut grams = 0;
+        let mixed =
+            Coefficients::Custom(vec![[2.0, -1.5, 0.5], [1.5, -0.5, 0.0], [2.0, -1.5, 0.5]]);
+        for set in sets.into_iter().chain([mixed]) {
+            for form in [IterationForm::Standard, IterationForm::Gram] {
+                for normalization in [Normalization::Frobenius, Normalization::Schatten4] {
+                    let config = NewtonSchulzConfig::new().with_coefficients(set.clone());
+                    let config = config.with_form(form).with_normalization(normalization);
+                    // Some sets have no exact Gram form.
+                    let Ok(iteration) = config.init() else { continue };
+                    grams += usize::from(form == IterationForm::Gram);
+                    for shape in [[128, 128], [128, 512]] {
+                        let plan = iteration.planner.plan(shape, DType::F32, &Device::default());
+                        let ran = operations(&iteration.program(&plan), plan.path, shape);
+                        let what = format!("{set:?}, {form:?}, {normalization:?}, {shape:?}");
+                        assert!((plan.operations - ran).abs() < 1.0, "{what}: {ran}");
+                    }
+                }
+            }
+        }
+        assert!(grams >= 4, "{grams} Gram forms");
+        let squares = |set: Coefficients| {
+            let config = NewtonSchulzConfig::new().with_coefficients(set);
+            let iteration = config.with_form(IterationForm::Standard).init().unwrap();
+            let plan = iteration.planner.plan([128, 128], DType::F32, &Device::default());
+            let program = iteration.program(&plan);
+            program.steps().iter().filter(|step| matches!(step, Step::Symmetric { .. })).count()
+        };
+        assert_eq!([Coefficients::Cubic, Coefficients::KellerJordan].map(squares), [0, 5]);
+    }
 
     #[test]
     fn native_kernels_need_two_wide_buffers_and_those_of_the_form() {

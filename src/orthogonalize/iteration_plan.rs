@@ -64,7 +64,7 @@ pub(super) struct Planner {
     pub form: IterationForm,
     pub dtype: IterationDtype,
     pub policy: KernelPolicy,
-    pub steps: usize,
+    pub steps: cost::Steps,
     /// For every type that the Gram form may run in; `None` where the Gram form is not exact
     /// enough.
     pub restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
