@@ -68,6 +68,7 @@ mod states;
 mod write;
 
 use std::collections::{BTreeSet, HashMap};
+use std::iter;
 use std::path::Path;
 
 use burn::grad_clipping::GradientClipping;
@@ -85,7 +86,7 @@ use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
 pub(crate) use model::stored_otherwise;
-pub(crate) use model::{Divided, Entry, Undivided, entries};
+pub(crate) use model::{Divided, Entry, Undivided, entries, is_on_host};
 pub(crate) use parts::open;
 pub(crate) use read::Archive;
 pub use saver::{Saver, WhenBusy, latest};
@@ -318,18 +319,21 @@ impl Checkpointed for ModuleOptimizer {
         ensure_whole(model)?;
         ensure_clips(self)?;
         let (ids, entries) = (ids(model), entries(model, &Undivided));
-        let waiting = saver.waiting(&entries);
+        // The states are on the devices of their parameters.
+        let waiting = saver.waiting(&entries, !entries.is_empty());
         let target = saver.target(path, saver.number(path), [0, 1]);
         let begun = Begun::new(&target.file(), (model, &Undivided), progress)?;
         let optim = self.clone();
         let put = move || {
             // Burn copies the states to make a record of them.
-            let states = States::for_model(Archive::from_record(optim.to_record()), &ids);
+            let record = optim.to_record();
+            drop(optim);
+            let states = States::for_model(Archive::from_record(record), &ids);
             let of_model = states.of_model(&ids);
             let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
             let mut saving = begun.with((planned, of_model.contents()), waiting)?;
             for Entry { planned, data, .. } in entries {
-                saving.put_read(planned.bytes, Box::new(move || vec![data(None)]))?;
+                saving.put_read(planned.bytes, Box::new(iter::once_with(move || data(None))))?;
             }
             for name in of_model.names() {
                 saving.put(states.archive().data(name)?)?;

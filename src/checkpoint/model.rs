@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::collections::{BTreeSet, HashSet};
 
-use burn::backend::DispatchDevice;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
@@ -189,7 +188,10 @@ impl ModuleVisitor for Collector<'_> {
         // again for its elements, so that the copies of all parameters are never in memory at the
         // same time.
         let path = self.path.join(".");
-        let (id, param) = (param.id, with_mapper(param.clone(), self.divided.mapper(&path)));
+        let id = param.id;
+        // Without autodiff: another thread must not take part in the graph of a training step.
+        let param = with_mapper(param.clone(), self.divided.mapper(&path));
+        let param = param.map(Tensor::without_autodiff);
         let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
         let is_slice = whole_shape.is_some();
         let (dtype, stored) = match &whole_shape {
@@ -219,12 +221,15 @@ impl ModuleVisitor for Collector<'_> {
 }
 
 /// Returns `true` for a device whose tensors are in the memory of the host.
-fn is_on_host(device: &Device) -> bool {
-    match device.clone().inner().as_dispatch() {
-        #[cfg(feature = "flex")]
-        DispatchDevice::Flex(_) => true,
-        _ => false,
-    }
+#[cfg(feature = "flex")]
+pub fn is_on_host(device: &Device) -> bool {
+    use burn::backend::DispatchDevice;
+    matches!(device.clone().inner().as_dispatch(), DispatchDevice::Flex(_))
+}
+
+#[cfg(not(feature = "flex"))]
+pub fn is_on_host(_device: &Device) -> bool {
+    false
 }
 
 /// The type and shape in which a whole of this shape is stored, given a slice of it.

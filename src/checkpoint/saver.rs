@@ -31,8 +31,10 @@ pub enum WhenBusy {
 /// then writes, syncs and renames the file, which is the one that [`checkpoint::save`](super::save)
 /// writes, byte for byte. An interrupted save leaves the previous file in place.
 ///
-/// On Flex, whose tensors are in the memory of the host, `save` copies nothing: the thread reads
-/// the tensors. Until it has, a step that changes one makes a new tensor.
+/// On Flex, whose tensors are in the memory of the host, `save` does not copy them: the thread
+/// reads them, while a step that changes one makes a new tensor. It copies only what it collects or
+/// converts, such as states of other ranks and states in 8 bits. The model and its optimizer have
+/// to be on one device, and clones of a user's state must not share what a step changes.
 ///
 /// An error of the thread is returned by the next [`save`](Self::save) or [`wait`](Self::wait): end
 /// a run with `wait`. A `Saver` that is dropped waits as well, and logs the error.
@@ -84,8 +86,8 @@ impl Default for Saver {
 }
 
 impl Saver {
-    /// Makes a saver that waits for an earlier save, keeps all files, and copies all of a
-    /// checkpoint to the host.
+    /// Makes a saver that waits for an earlier save, keeps all files, and has no limit of the
+    /// host's memory.
     pub fn new() -> Self {
         Self {
             when_busy: WhenBusy::default(),
@@ -146,8 +148,8 @@ impl Saver {
     }
 
     /// Saves model, optimizer and progress of a run as [`checkpoint::save`](super::save), and
-    /// returns once they are copied. On many ranks all of them make this call, and rank 0 writes,
-    /// or [all of them](Self::with_parts).
+    /// returns once they are copied, or on Flex at once. On many ranks all of them make this call,
+    /// and rank 0 writes, or [all of them](Self::with_parts).
     ///
     /// # Errors
     ///
@@ -229,10 +231,12 @@ impl Saver {
         self.running.iter().for_each(|running| running.patience.shorten(GRACE));
     }
 
-    /// The elements of a model that may wait for the writer.
-    pub(crate) fn waiting(&self, entries: &[Entry]) -> Waiting {
+    /// The elements that may wait for the writer, of a model and of states, which may be on the
+    /// host.
+    pub(crate) fn waiting(&self, entries: &[Entry], are_states_on_host: bool) -> Waiting {
+        let are_on_host = are_states_on_host && entries.iter().all(|entry| entry.is_on_host);
         // Under a limit, copies are counted. Nobody counts the copies that training makes.
-        match self.host_bytes == usize::MAX && entries.iter().all(|entry| entry.is_on_host) {
+        match self.host_bytes == usize::MAX && are_on_host {
             true => Waiting::Tensors,
             false => Waiting::Copies(self.host_bytes),
         }
@@ -318,12 +322,13 @@ impl Drop for Saver {
     fn drop(&mut self) {
         let is_panicking = thread::panicking();
         self.hurry();
-        if let Some(running) = self.running.take()
-            && let Ok(Err(error)) = running.thread.join()
+        let Some(running) = self.running.take() else { return };
+        match running.thread.join() {
             // During a panic, its message is the one to be seen.
-            && !is_panicking
-        {
-            log::error!("the last checkpoint was not saved: {error}");
+            _ if is_panicking => {}
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => log::error!("the last checkpoint was not saved: {error}"),
+            Err(_) => log::error!("the last checkpoint was not saved: its thread has panicked"),
         }
     }
 }

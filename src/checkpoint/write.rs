@@ -1,8 +1,9 @@
 //! Writing a checkpoint tensor by tensor.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::iter;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex};
@@ -95,8 +96,8 @@ impl Waiting {
     }
 }
 
-/// Reads the elements of tensors that follow each other.
-pub type Read = Box<dyn FnOnce() -> Vec<TensorData> + Send>;
+/// The elements of tensors that follow each other. Each is read when it is asked for.
+pub type Read = Box<dyn Iterator<Item = TensorData> + Send>;
 
 /// A checkpoint that is being written. [`finish`](Self::finish) replaces the file at its path. If
 /// it is dropped before, it leaves no file behind.
@@ -131,7 +132,7 @@ impl Saving {
             (Arc::new(Room::new(waiting.bytes())), Arc::<Mutex<Vec<u32>>>::default());
         let source = Producer {
             tensors,
-            read: VecDeque::new(),
+            read: Box::new(iter::empty()),
             room: room.clone(),
             written: 0,
             checksums: checksums.clone(),
@@ -176,7 +177,7 @@ impl Saving {
     /// [`Error::Checkpoint`] if it can't be written.
     pub fn put(&mut self, data: TensorData) -> Result<()> {
         let bytes = data.bytes().len();
-        self.send(bytes, Box::new(move || vec![data]))
+        self.send(bytes, Box::new(iter::once(data)))
     }
 
     /// Writes the next tensors, of so many bytes together, or leaves them to the writer, which
@@ -185,9 +186,9 @@ impl Saving {
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if they can't be written.
-    pub fn put_read(&mut self, bytes: usize, read: Read) -> Result<()> {
+    pub fn put_read(&mut self, bytes: usize, mut read: Read) -> Result<()> {
         match self.waiting {
-            Waiting::Copies(_) => read().into_iter().try_for_each(|data| self.put(data)),
+            Waiting::Copies(_) => read.try_for_each(|data| self.put(data)),
             Waiting::Tensors => self.send(bytes, read),
         }
     }
@@ -227,7 +228,11 @@ impl Saving {
         let Some(writer) = self.writer.take() else {
             return Err(failed(&self.path, "an earlier write failed"));
         };
-        let written = writer.join().map_err(|_| failed(&self.path, "its writer panicked"))?;
+        let written = writer.join().map_err(|panic| {
+            let texts = (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>());
+            let text = texts.0.copied().or(texts.1.map(String::as_str)).unwrap_or("no text");
+            failed(&self.path, &format!("its writer panicked: {text}"))
+        })?;
         written.map_err(|error| failed(&self.path, &error.to_string()))
     }
 }
@@ -286,8 +291,8 @@ impl Room {
 /// The writer's end of the channel.
 struct Producer {
     tensors: Receiver<Read>,
-    /// Tensors that were read with the one before.
-    read: VecDeque<TensorData>,
+    /// The tensors that follow the one before.
+    read: Read,
     room: Arc<Room>,
     /// Bytes of the tensor that was taken last.
     written: usize,
@@ -302,10 +307,13 @@ impl Producer {
         // The container asks for a tensor when it has written the last one.
         self.room.give(self.written);
         self.written = 0;
-        while self.read.is_empty() {
-            self.read = self.tensors.recv().ok()?().into();
-        }
-        let (bytes, ..) = self.read.pop_front()?.into_parts();
+        let data = loop {
+            match self.read.next() {
+                Some(data) => break data,
+                None => self.read = self.tensors.recv().ok()?,
+            }
+        };
+        let (bytes, ..) = data.into_parts();
         self.written = bytes.len();
         let mut checksums = self.checksums.lock().expect("no holder of the lock panics");
         let is_last = checksums.len() + 1 == self.count;

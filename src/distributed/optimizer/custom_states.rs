@@ -2,6 +2,7 @@
 //! parameter knows the names and shapes of its state. Rank 0 writes it, or in parts the owner.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::iter;
 
 use burn::optim::{StateSink, StateSource};
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
@@ -180,7 +181,7 @@ impl OwnStates {
                 start += bytes;
                 let values = Bytes::from_bytes_vec(values);
                 let data = TensorData::from_bytes(values, shape.clone(), *dtype);
-                each(*bytes, Box::new(|| vec![data]));
+                each(*bytes, Box::new(iter::once(data)));
             }
         }
         Ok(())

@@ -128,7 +128,7 @@ impl DistModuleOptimizer {
         let own = self.announced(OwnStates::gather(divided, shards, receivers))?;
         let counters = divided.recorded_counters(&self.accounts.counters);
         let contents = self.contents(&counters, &own, &divided.ids(), |_| true);
-        let collected = collect(divided, shards, &own, receivers, |_, read| states.extend(read()));
+        let collected = collect(divided, shards, &own, receivers, |_, read| states.extend(read));
         self.announced(collected)?;
         // Collectives may return results that the device has not received yet.
         self.announced(divided.world.comm().synchronize())?;

@@ -1,6 +1,7 @@
 //! The collection of the states of all ranks, and the files that ranks write.
 
 use std::collections::{HashMap, HashSet};
+use std::iter;
 use std::path::Path;
 
 use burn::module::Module;
@@ -94,7 +95,7 @@ impl DistModuleOptimizer {
         // The ids in the file belong to the saved model, by which Burn finds the state of a
         // parameter: after a load they differ from the last step's.
         let ids: HashMap<String, u64> = entries.iter().filter_map(Entry::identity).collect();
-        let waiting = saver.waiting(&entries);
+        let waiting = saver.waiting(&entries, checkpoint::is_on_host(world.device()));
         let start = || {
             let is_written = |slot: usize| writers.slots[slot] == rank;
             let states = self.contents(&counters, &own, &ids, is_written)?.of_optimizer();
@@ -115,13 +116,13 @@ impl DistModuleOptimizer {
             };
             if *writer == rank {
                 let Entry { planned, data, .. } = entry;
-                put(&mut saving, planned.bytes, Box::new(move || vec![data(whole)]));
+                put(&mut saving, planned.bytes, Box::new(iter::once_with(move || data(whole))));
             }
         }
         collect(divided, shards, &own, receivers, |bytes, read| put(&mut saving, bytes, read))?;
         for counter in counters {
             let value = TensorData::from([counter.value]);
-            put(&mut saving, value.bytes().len(), Box::new(|| vec![value]));
+            put(&mut saving, value.bytes().len(), Box::new(iter::once(value)));
         }
         // Collectives may return results that the device has not received yet.
         world.comm().synchronize()?;
@@ -180,31 +181,29 @@ pub fn collect(
             let segments: Vec<_> = parameters.into_values().collect();
             let elements: usize = segments.iter().flatten().map(|segment| segment.len).sum();
             let bytes = elements * whole.dtype().size();
-            each(bytes, Box::new(move || unpack(&segments, shapes, whole)));
+            let read = iter::once_with(move || unpack(segments, shapes, whole)).flatten();
+            each(bytes, Box::new(read));
         }
     }
     own.collect(divided, shards, receivers, each)
 }
 
-/// Cuts the buffer of a bucket into the values of its parameters, which have these segments.
-fn unpack(
-    parameters: &[Vec<InBuffer>],
-    shapes: Vec<Vec<usize>>,
-    whole: Tensor<1>,
-) -> Vec<TensorData> {
+/// Cuts the buffer of a bucket into the values of its parameters, which have these segments, one
+/// after the other.
+fn unpack(parameters: Vec<Vec<InBuffer>>, shapes: Vec<Vec<usize>>, whole: Tensor<1>) -> Read {
     let elements = whole.dims()[0];
     let (bytes, _, dtype) = whole.into_data().into_parts();
     // The buffer of a single parameter is passed on without a copy: such a bucket can be the
     // largest.
-    if let [segments] = parameters
+    if let [segments] = &parameters[..]
         && segments.iter().all(|segment| segment.first == segment.start)
         && segments.iter().map(|segment| segment.len).sum::<usize>() == elements
     {
         let shape = shapes.into_iter().next().expect("every parameter has a shape");
-        return vec![TensorData::from_bytes(bytes, shape, dtype)];
+        return Box::new(iter::once(TensorData::from_bytes(bytes, shape, dtype)));
     }
     let size = dtype.size();
-    let values = |segments: &Vec<InBuffer>| {
+    let values = move |segments: Vec<InBuffer>| {
         let bytes_of_all = segments.iter().map(|segment| segment.len * size).sum();
         let mut values = Vec::with_capacity(bytes_of_all);
         for InBuffer { start, len, .. } in segments {
@@ -212,8 +211,8 @@ fn unpack(
         }
         Bytes::from_bytes_vec(values)
     };
-    let parameters = parameters.iter().zip(shapes);
-    parameters.map(|(of, shape)| TensorData::from_bytes(values(of), shape, dtype)).collect()
+    let parameters = parameters.into_iter().zip(shapes);
+    Box::new(parameters.map(move |(of, shape)| TensorData::from_bytes(values(of), shape, dtype)))
 }
 
 /// Writes the next tensors of a checkpoint, unless one before them could not be written.
