@@ -75,7 +75,7 @@ fn certified(
             if flips == Some(step) {
                 net = net.flipped();
             }
-            let x = Tensor::<2>::ones([3, 6], world.device()) * step as f64;
+            let x = Tensor::<2>::full([3, 6], step as f64, (world.device(), DType::F32));
             let y = net.second.forward(net.first.forward(x));
             let grads = optim.backward(&y.square().mean(), &net)?;
             net = optim.step(0.01, net, grads)?;
