@@ -26,7 +26,7 @@ pub(crate) mod gpu {
     use distmuon::distributed::DistMuonConfig;
     use distmuon::{IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, Result};
     use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
-    use distmuon_testing::worlds::free_port;
+    use distmuon_testing::worlds::{free_port, loopback};
     use distmuon_testing::{excused, lacks};
     use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -147,7 +147,7 @@ pub(crate) mod gpu {
             command.env(GROUP, group).env(ORDER, order).env("BURN_DEVICE", "cuda");
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
             command.env("LOCAL_RANK", (rank % devices).to_string());
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            command.env("MASTER_ADDR", loopback()).env("MASTER_PORT", &port);
             command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_NVLS_ENABLE", "0");
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
             command.spawn().expect("this program can be started again")

@@ -193,9 +193,9 @@ fn nccl<T: Send>(
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
     use distmuon::comm::Launch;
-    let port = free_port();
+    let (host, port) = (&loopback(), free_port());
     let rank = |rank| {
-        let address = Some(("127.0.0.1".to_owned(), port));
+        let address = Some((host.clone(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
         let world = host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
@@ -225,15 +225,26 @@ fn nccl<T: Send>(
     outcomes.into_iter().collect()
 }
 
-/// Returns a port that nothing listens on, and that no other call in this process returns. It is
-/// below the ports that systems assign by themselves, so no other process takes it meanwhile.
+/// Returns an address of this machine that other test processes do not use, where the system has
+/// such. Two of them may find the same port free at the same time.
+pub fn loopback() -> String {
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    match cfg!(target_os = "linux") {
+        true => format!("127.{}.{middle}.{low}", 64 | high),
+        false => "127.0.0.1".to_owned(),
+    }
+}
+
+/// Returns a port that nothing listens on at [`loopback`], and that no other call in this process
+/// returns. It is below the ports that systems assign by themselves, so nothing else takes it
+/// meanwhile.
 pub fn free_port() -> u16 {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     loop {
         let call = CALLS.fetch_add(1, Ordering::Relaxed);
         let port = 10_000 + (97 * (std::process::id() % 20_000) + call) % 20_000;
         let port = u16::try_from(port).expect("the port is below 30 000");
-        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+        if std::net::TcpListener::bind((loopback(), port)).is_ok() {
             return port;
         }
     }

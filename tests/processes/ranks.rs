@@ -276,7 +276,8 @@ fn start_each<'a>(
     let rank = |rank: usize| {
         let mut program = program();
         program.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string());
-        program.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env(FOLDER, folder);
+        let host = worlds::loopback();
+        program.env("MASTER_ADDR", host).env("MASTER_PORT", &port).env(FOLDER, folder);
         program.envs(variables(rank));
         program.stdout(Stdio::piped()).stderr(Stdio::piped());
         program.spawn().expect("this program can be started again")
