@@ -9,6 +9,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use distmuon::distributed::{DistMuonConfig, GradDtype, Gradients, LossScaleConfig, MemoryReport};
 use distmuon::{MasterWeights, MuonConfig, RoutingRule, StateDtype, checkpoint};
+use distmuon_testing::combinations::combinations;
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{self, Fixed, Layers, weights};
 use distmuon_testing::precision::{
@@ -20,6 +21,7 @@ use crate::{device, owned, ranks};
 
 pub const EVERYWHERE: &[Case] = cases![
     master_weights_are_those_of_a_run_in_float32,
+    every_part_of_the_update_has_the_master_weights_of_a_run_in_float32,
     bits_of_the_significand_are_exact_master_weights,
     every_kind_of_master_weights_is_the_same_on_any_number_of_ranks,
     checkpoints_continue_with_the_bits_of_master_weights,
@@ -46,12 +48,7 @@ fn on_ranks(count: usize, dtype: DType, gradient: DType, dist: &DistMuonConfig) 
 fn master_weights_are_those_of_a_run_in_float32() {
     for half in [FloatDType::BF16, FloatDType::F16].into_iter().filter(|half| has(*half)) {
         let half = DType::from(half);
-        let wide = alone(DType::F32, &config(MasterWeights::Full));
-        let rounded: Vec<f32> = {
-            let data = TensorData::from(&*wide);
-            let tensor = Tensor::<1>::from_data(data, (&Device::default(), DType::F32));
-            tensor.cast(half).cast(DType::F32).into_data().iter::<f32>().collect()
-        };
+        let rounded = rounded_to(half, &alone(DType::F32, &config(MasterWeights::Full)));
         let full = alone(half, &config(MasterWeights::Full));
         assert_same(&full, &rounded, half.name());
         let lost = alone(half, &config(MasterWeights::None));
@@ -59,6 +56,32 @@ fn master_weights_are_those_of_a_run_in_float32() {
         for count in [1, 2, 4] {
             for weights in on_ranks(count, half, half, &dist(config(MasterWeights::Full))) {
                 assert_same(&weights, &rounded, format_args!("{half:?} on {count} ranks"));
+            }
+        }
+    }
+}
+
+/// Values in another type.
+fn rounded_to(half: DType, values: &[f32]) -> Vec<f32> {
+    let data = TensorData::from(values);
+    let tensor = Tensor::<1>::from_data(data, (&Device::default(), DType::F32));
+    tensor.cast(half).cast(DType::F32).into_data().iter::<f32>().collect()
+}
+
+fn every_part_of_the_update_has_the_master_weights_of_a_run_in_float32() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    // The others have rules for parameters of another model.
+    for (name, muon) in combinations().into_iter().filter(|(_, muon)| muon.rules.is_empty()) {
+        let MuonConfig { rules, .. } = config(MasterWeights::Full);
+        let muon = muon.with_master_weights(MasterWeights::Full);
+        let muon = rules.into_iter().fold(muon, MuonConfig::with_rule);
+        let rounded = rounded_to(DType::BF16, &alone(DType::F32, &muon));
+        assert_same(&alone(DType::BF16, &muon), &rounded, name);
+        for count in [1, 2, 4] {
+            for weights in on_ranks(count, DType::BF16, DType::BF16, &dist(muon.clone())) {
+                assert_same(&weights, &rounded, format_args!("{name} on {count} ranks"));
             }
         }
     }
