@@ -11,9 +11,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
 use burn::tensor::{Bytes, Device, Distribution, FloatDType, Int, Tensor, s};
 use burn_pack::Reader;
 use distmuon::{
-    AdamWConfig, Coefficients, ElementwiseConfig, Error, IterationDtype, KernelPolicy, LionConfig,
-    LrScale, MatrixLayout, MatrixView, MuonConfig, NewtonSchulzConfig, ParameterRole, RoutingRule,
-    Schedule, checkpoint,
+    AdamWConfig, ElementwiseConfig, Error, IterationDtype, KernelPolicy, LionConfig, LrScale,
+    MatrixLayout, MatrixView, MuonConfig, NewtonSchulzConfig, ParameterRole, RoutingRule, Schedule,
+    checkpoint,
 };
 use distmuon_testing::device::{beyond_memory, has_type, tf32_or};
 use distmuon_testing::models::{Fixed, bits, gradients, largest_difference, tensors, values};
@@ -435,36 +435,6 @@ fn an_optimizer_of_a_part_trains_the_whole_only_where_burn_steps() {
     assert!(error.to_string().contains("absent when the optimizer was made"), "{error}");
 }
 
-/// The configuration of `docs/guide/from-adamw.md` that has the defaults of Burn's Muon.
-#[test]
-fn burns_settings_give_burns_updates() {
-    let iteration =
-        NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan).with_steps(Some(5));
-    let config = MuonConfig::new()
-        .with_newton_schulz(iteration)
-        .with_lr_scale(LrScale::Original)
-        .with_layout(MatrixLayout::OutIn)
-        .with_momentum(0.95.into())
-        .with_weight_decay(0.0.into());
-    let config = config.with_rule(RoutingRule::muon("weight"));
-    for [inputs, outputs] in [[24, 40], [40, 24], [32, 32]] {
-        let linear = LinearConfig::new(inputs, outputs).with_bias(false).init(&device());
-        let start: Linear = linear.map(&mut Fixed::new(3));
-        let train = |mut optim: ModuleOptimizer| {
-            (0..4).fold(start.clone(), |net, seed| {
-                let gradients = gradients(&net, seed);
-                optim.step(0.02, net, gradients)
-            })
-        };
-        let ours = train(config.init(&start));
-        let burns = train(burn::optim::MuonConfig::new().init());
-        let norm = |tensor: Tensor<2>| tensor.square().sum().sqrt().into_scalar::<f32>();
-        let [ours, burns, start] = [&ours, &burns, &start].map(|net| net.weight.val().inner());
-        let error = norm(ours - burns.clone()) / norm(burns - start);
-        assert!(f64::from(error) < tf32_or(1e-3), "{inputs} x {outputs}: {error:e}");
-    }
-}
-
 /// Gradients of zero leave the decay alone. Vectors are spared, as in many recipes.
 #[test]
 fn the_weight_decay_can_be_set_per_role() {
@@ -730,7 +700,7 @@ fn configuration_round_trips_through_json() {
         .with_momentum(Schedule::momentum_warmup(0.97, 400).into())
         .with_newton_schulz(
             NewtonSchulzConfig::new()
-                .with_coefficients(Coefficients::Custom(vec![[1.5, -0.5, 0.0]])),
+                .with_coefficients(distmuon::Coefficients::Custom(vec![[1.5, -0.5, 0.0]])),
         )
         .with_rule(RoutingRule::muon("experts").batch())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
