@@ -1,5 +1,8 @@
 //! Claims of the guide that its programs alone do not show.
 
+use std::fs;
+use std::path::Path;
+
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::LrSchedulerRecord;
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
@@ -146,6 +149,45 @@ fn the_settings_of_burns_muon_give_its_steps() {
     };
     assert!(differs(&both) < 1e-3, "{}", differs(&both));
     assert!(differs(&without_two) > 1e-2, "{}", differs(&without_two));
+}
+
+/// The Rust sources of a folder, as one text.
+fn sources(folder: &Path, all: &mut String) {
+    for entry in fs::read_dir(folder).expect("a folder of sources").flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            sources(&path, all);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            all.push_str(&fs::read_to_string(&path).expect("a source"));
+        }
+    }
+}
+
+#[test]
+fn the_tests_that_the_features_of_other_systems_name_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut all = String::new();
+    ["tests", "src", "cubecl_kernels"].iter().for_each(|name| sources(&root.join(name), &mut all));
+    let page = include_str!("../../docs/design/coverage.md");
+    let rows = page.lines().filter_map(|line| {
+        let mut cells = line.strip_prefix("| ")?.split(" | ");
+        Some((cells.next()?, cells.next()?, cells.next()?))
+    });
+    let mut shown = 0;
+    for (feature, here, by) in rows {
+        let is_test = |name: &&str| name.matches('_').count() >= 2 && !name.contains(' ');
+        let names: Vec<&str> = by.split('`').skip(1).step_by(2).filter(is_test).collect();
+        for name in &names {
+            let function = match name.strip_suffix('*') {
+                Some(start) => format!("fn {start}"),
+                None => format!("fn {name}("),
+            };
+            assert!(all.contains(&function), "{feature}: no test `{name}`");
+        }
+        assert!(here != "yes" || !names.is_empty(), "{feature}: no test");
+        shown += usize::from(here == "yes");
+    }
+    assert!(shown > 100, "{shown} features");
 }
 
 #[test]
