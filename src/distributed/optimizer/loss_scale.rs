@@ -25,7 +25,7 @@ impl LossScale {
         } else if self.steps == self.config.interval {
             // A scale that is infinite in float32 would make every gradient infinite.
             let grown = self.scale * self.config.growth;
-            self.scale = if grown <= f32::MAX.into() { grown } else { self.scale };
+            self.scale = if grown <= f64::from(f32::MAX) { grown } else { self.scale };
             self.steps = 0;
         }
     }
