@@ -462,7 +462,6 @@ fn rounds_of_ranks_leave_nothing_behind() {
     for divides in [false, true] {
         let together = Barrier::new(2);
         let left = World::threads(World::devices(2), |world| {
-            let world = World::new(world.communicator(), world.device().clone());
             let world = world.gradient_checkpointing();
             let layout = Layout::from(&world);
             let layout = if divides { layout.owned("dp").with_small_elements(0) } else { layout };

@@ -13,6 +13,7 @@ use super::layout::Seal;
 use super::parts::{self, Part, Patience};
 use super::write::{Saving, Waiting, failed};
 use super::{Checkpointed, Entry};
+use crate::comm::message;
 use crate::error::{Error, Result};
 
 /// The answer of [`Saver::save`] while an earlier save still runs.
@@ -86,8 +87,8 @@ impl Default for Saver {
 }
 
 impl Saver {
-    /// Makes a saver that waits for an earlier save, keeps all files, and has no limit of the
-    /// host's memory.
+    /// Makes a saver that waits for an earlier save, keeps all files, and does not limit the memory
+    /// of the host.
     pub fn new() -> Self {
         Self {
             when_busy: WhenBusy::default(),
@@ -328,7 +329,10 @@ impl Drop for Saver {
             _ if is_panicking => {}
             Ok(Ok(())) => {}
             Ok(Err(error)) => log::error!("the last checkpoint was not saved: {error}"),
-            Err(_) => log::error!("the last checkpoint was not saved: its thread has panicked"),
+            Err(panic) => log::error!(
+                "the last checkpoint was not saved: its thread panicked: {}",
+                message(&*panic)
+            ),
         }
     }
 }

@@ -14,6 +14,7 @@ use burn_pack::{AtomicFile, Bytes, Scalar, Writer, aligned_data_section_start};
 
 use super::layout::{Head, Index, Section, bytes_at, checksum_of};
 use super::{OPTIMIZER, prefixed};
+use crate::comm::message;
 use crate::error::{Error, Result};
 use crate::replaced_file;
 
@@ -67,6 +68,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Creates the file.
+    ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if it can't be created.
@@ -229,9 +232,7 @@ impl Saving {
             return Err(failed(&self.path, "an earlier write failed"));
         };
         let written = writer.join().map_err(|panic| {
-            let texts = (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>());
-            let text = texts.0.copied().or(texts.1.map(String::as_str)).unwrap_or("no text");
-            failed(&self.path, &format!("its writer panicked: {text}"))
+            failed(&self.path, &format!("its writer panicked: {}", message(&*panic)))
         })?;
         written.map_err(|error| failed(&self.path, &error.to_string()))
     }

@@ -179,9 +179,16 @@ fn times_of_saves() {
     times("init", (net.clone(), config.init(&net)), |net, optim, gradients| {
         optim.step(0.01, net, gradients)
     });
-    times("init_batched", (net.clone(), config.init_batched(&net).unwrap()), {
-        |net, optim, gradients| optim.step(0.01, net, gradients).unwrap()
+    let batched = config.init_batched(&net).unwrap();
+    times("init_batched", (net, batched), |net, optim, gradients| {
+        optim.step(0.01, net, gradients).unwrap()
     });
+}
+
+/// The result of a call, and its seconds.
+fn timed<T>(call: impl FnOnce() -> T) -> (T, f64) {
+    let start = Instant::now();
+    (call(), start.elapsed().as_secs_f64())
 }
 
 fn times<O: Checkpointed>(
@@ -190,27 +197,20 @@ fn times<O: Checkpointed>(
     step: impl Fn(Vec<Linear>, &mut O, GradientsParams) -> Vec<Linear>,
 ) {
     let folder = tempfile::tempdir_in(".").unwrap();
-    let seconds = |start: Instant| start.elapsed().as_secs_f64();
     let mut saver = Saver::new();
     for round in 0..5 {
         let path = |kind: &str| folder.path().join(format!("{kind}-{}", round % 2));
-        let gradients = [0, 1].map(|number| models::gradients(&net, 2 * round + number));
-        let [first, second] = gradients;
-        let start = Instant::now();
-        checkpoint::save(path("now"), &net, &optim, &round).unwrap();
-        let now = seconds(start);
-        let start = Instant::now();
-        net = step(net, &mut optim, first);
-        let alone = seconds(start);
-        let start = Instant::now();
-        saver.save(path("later"), &net, &optim, &round).unwrap();
-        let later = seconds(start);
-        let start = Instant::now();
-        net = step(net, &mut optim, second);
-        let beside = seconds(start);
-        let start = Instant::now();
-        saver.wait().unwrap();
-        let rest = seconds(start);
+        let [first, second] = [0, 1].map(|number| models::gradients(&net, 2 * round + number));
+        let (saved, now) = timed(|| checkpoint::save(path("now"), &net, &optim, &round));
+        saved.unwrap();
+        let alone;
+        (net, alone) = timed(|| step(net, &mut optim, first));
+        let (saved, later) = timed(|| saver.save(path("later"), &net, &optim, &round));
+        saved.unwrap();
+        let beside;
+        (net, beside) = timed(|| step(net, &mut optim, second));
+        let (saved, rest) = timed(|| saver.wait());
+        saved.unwrap();
         println!(
             "{name}: {now:.3} s; in the background {later:.3} s, a step {beside:.3} s, without \
              {alone:.3} s, then {rest:.3} s of waiting"

@@ -95,8 +95,9 @@ pub struct Layout {
     in_rows: bool,
     places: Vec<Place>,
     small_elements: usize,
-    /// The settings below have defaults, unless they are set.
+    /// [`Keep::Nothing`], unless set.
     keep: Option<Keep>,
+    /// Two layers, unless set.
     ahead_mb: Option<f64>,
     in_flight_mb: Option<f64>,
     overlaps_backward: bool,
