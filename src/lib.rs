@@ -137,6 +137,7 @@ pub mod error;
 pub mod exchange;
 mod gradient_buffer;
 pub mod guide;
+mod host;
 pub mod link;
 mod load_difference;
 mod matrix_blocks;

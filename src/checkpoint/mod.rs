@@ -86,7 +86,7 @@ use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
 pub(crate) use model::stored_otherwise;
-pub(crate) use model::{Divided, Entry, Undivided, entries, is_on_host};
+pub(crate) use model::{Divided, Entry, Undivided, entries};
 pub(crate) use parts::open;
 pub(crate) use read::Archive;
 pub use saver::{Saver, WhenBusy, latest};

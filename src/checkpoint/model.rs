@@ -11,6 +11,7 @@ use super::read::Archive;
 use super::write::Planned;
 use super::{MODEL, prefixed};
 use crate::error::{Error, Result};
+use crate::host::is_on_host;
 use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters::{self, in_place_of, with_mapper};
 #[cfg(feature = "train")]
@@ -218,18 +219,6 @@ impl ModuleVisitor for Collector<'_> {
 
     visit!(visit_int, Tensor<D, Int>);
     visit!(visit_bool, Tensor<D, Bool>);
-}
-
-/// Returns `true` for a device whose tensors are in the memory of the host.
-#[cfg(feature = "flex")]
-pub fn is_on_host(device: &Device) -> bool {
-    use burn::backend::DispatchDevice;
-    matches!(device.clone().inner().as_dispatch(), DispatchDevice::Flex(_))
-}
-
-#[cfg(not(feature = "flex"))]
-pub fn is_on_host(_device: &Device) -> bool {
-    false
 }
 
 /// The type and shape in which a whole of this shape is stored, given a slice of it.

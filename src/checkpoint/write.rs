@@ -16,6 +16,7 @@ use super::layout::{Head, Index, Section, bytes_at, checksum_of};
 use super::{OPTIMIZER, prefixed};
 use crate::comm::message;
 use crate::error::{Error, Result};
+use crate::host::copied;
 use crate::replaced_file;
 
 /// Name, type and shape of a tensor that will be written.
@@ -179,6 +180,8 @@ impl Saving {
     ///
     /// [`Error::Checkpoint`] if it can't be written.
     pub fn put(&mut self, data: TensorData) -> Result<()> {
+        // Here, and not in the writer: training goes on meanwhile, and changes tensors in place.
+        let data = copied(data);
         let bytes = data.bytes().len();
         self.send(bytes, Box::new(iter::once(data)))
     }

@@ -15,6 +15,7 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
 use crate::backend::precise_dtype;
+use crate::host::copied;
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
@@ -87,11 +88,11 @@ impl WholeUpdate {
         self.precision.narrow(updated, stored, origins, slots).swap_remove(0)
     }
 
-    /// The bytes of the optimizer's own state, which is copied to the host for that.
+    /// The bytes of the optimizer's own state.
     pub fn own_bytes(&self, own: Option<&DynState>) -> usize {
         let mut sink = StateSink::default();
-        self.flatten(own, "", &mut sink);
-        sink.tensors.iter().map(|(_, data)| data.as_bytes().len()).sum()
+        own.iter().for_each(|own| self.optimizer.erased().state_flatten("", own, &mut sink));
+        sink.tensors.iter().map(|(_, data)| data.bytes().len()).sum()
     }
 
     /// The bytes of the optimizer's own state after the first step of a parameter, which is taken
@@ -114,9 +115,13 @@ impl WholeUpdate {
 
     /// Writes the optimizer's own state to a record.
     pub fn flatten(&self, own: Option<&DynState>, prefix: &str, out: &mut StateSink) {
-        if let Some(state) = own {
-            self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
-        }
+        let Some(state) = own else { return };
+        let first = out.tensors.len();
+        self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
+        // Copies, since the next step may change the values in place.
+        let tensors = out.tensors.drain(first..).map(|(name, data)| (name, copied(data)));
+        let tensors: Vec<_> = tensors.collect();
+        out.tensors.extend(tensors);
     }
 
     /// Reads the optimizer's own state from a record: `Some(None)` if nothing was recorded, `None`

@@ -13,6 +13,7 @@
 use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Tensor};
 
 use crate::flat::{self, expand};
+use crate::host::moved;
 
 /// Values of a block: consecutive elements of one matrix. The last block of a matrix may have
 /// fewer, so that the codes of a matrix depend on nothing else, wherever it is stored.
@@ -127,7 +128,7 @@ impl Blocks8 {
 
     pub fn moved_to(self, device: &Device) -> Self {
         let Self { codes, scales, matrix } = self;
-        Self { codes: codes.to_device(device), scales: scales.to_device(device), matrix }
+        Self { codes: moved(codes, device), scales: moved(scales, device), matrix }
     }
 
     pub fn bytes(&self) -> usize {

@@ -9,6 +9,7 @@ use super::int8_blocks::{self, Blocks8};
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
 use crate::flat::{self, bytes};
+use crate::host::{copied, moved};
 
 /// Name of the float32 values of parameters in half precision, in records.
 pub(crate) const MASTER: &str = "master";
@@ -132,7 +133,7 @@ pub(crate) const SKIPPED: Slot =
     Slot { name: "skipped", extent: Extent::Parameter, dtype: SlotDtype::F32 };
 
 /// The values of slots, flat.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Slots {
     values: Vec<(&'static str, SlotValue)>,
 }
@@ -167,8 +168,8 @@ impl Stored {
 
     fn moved_to(self, device: &Device) -> Self {
         match self {
-            Self::Float(tensor) => Self::Float(tensor.to_device(device)),
-            Self::Int16(tensor) => Self::Int16(tensor.to_device(device)),
+            Self::Float(tensor) => Self::Float(moved(tensor, device)),
+            Self::Int16(tensor) => Self::Int16(moved(tensor, device)),
             Self::Int8(values) => Self::Int8(Box::new(values.moved_to(device))),
         }
     }
@@ -369,7 +370,8 @@ impl Slots {
         for (name, SlotValue { recorded, .. }) in &self.values {
             // Records have the shape of the parameter or of its rows, as Burn's have, and not the
             // flat one.
-            let (bytes, _, dtype) = self.get(name).into_data().into_parts();
+            // A copy: the next step changes the values in place, perhaps before the record is used.
+            let (bytes, _, dtype) = copied(self.get(name).into_data()).into_parts();
             out.push_tensor(prefix, name, TensorData::from_bytes(bytes, recorded.clone(), dtype));
         }
     }

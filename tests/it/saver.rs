@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::Device;
+use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bytes, Device};
 use distmuon::checkpoint::{self, Checkpointed, Saver, WhenBusy};
 use distmuon::{Error, MuonConfig, RoutingRule};
 use distmuon_testing::models::{self, Fixed};
@@ -46,6 +46,58 @@ fn a_file_holds_the_values_of_its_save_whatever_comes_after() {
         for number in 0..8 {
             let bytes = |name: &str| fs::read(path(&format!("{name}-{number}"))).unwrap();
             assert!(bytes("now") == bytes("later"), "save {number}, {host_mb:?}");
+        }
+    }
+}
+
+/// The records of a model and of an optimizer, to be written when the result is called.
+fn records(net: &Linear, optim: &ModuleOptimizer) -> impl FnOnce() -> [Bytes; 2] + use<> {
+    let (net, optim) = (net.clone().into_record(), optim.to_record());
+    move || [net.into_bytes().unwrap(), optim.into_bytes().unwrap()]
+}
+
+/// Values that the next step changes in place while the file is being written, and records that are
+/// used after it.
+#[test]
+fn a_step_changes_neither_the_file_that_is_being_written_nor_records() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let device = Device::default();
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(""));
+    let of_users = MuonConfig::new()
+        .with_optimizer("adam", AdamConfig::new().build())
+        .with_rule(RoutingRule::custom("", "adam"));
+    // Burn's own operations in place change what its records have not read yet.
+    for (config, is_ours) in [(MuonConfig::new(), true), (adamw, true), (of_users, false)] {
+        let net = LinearConfig::new(512, 1024).init(&device.clone().autodiff());
+        let mut net: Linear = net.map(&mut Fixed::new(3));
+        let (mut single, mut batched) = (config.init(&net), config.init_batched(&net).unwrap());
+        let mut saver = Saver::new();
+        for number in 0..3 {
+            let case = format!("save {number}, {config:?}");
+            checkpoint::save(path("now"), &net, &batched, &number).unwrap();
+            let expected = records(&net, &single)();
+            let kept = records(&net, &single);
+            saver.save(path("later"), &net, &batched, &number).unwrap();
+            let gradients = || models::gradients(&net, number);
+            let [of_batched, of_single] = [gradients(), gradients()];
+            net = batched.step(0.01, net, of_batched).unwrap();
+            device.sync().unwrap();
+            saver.wait().unwrap();
+            let files = ["now", "later"].map(|file| fs::read(path(file)).unwrap());
+            assert!(files[0] == files[1], "file: {case}");
+            assert!(!is_ours || kept() == expected, "records before a batched step: {case}");
+
+            let expected = records(&net, &single)();
+            let kept = records(&net, &single);
+            saver.save(path("later"), &net, &single, &number).unwrap();
+            checkpoint::save(path("now"), &net, &single, &number).unwrap();
+            net = single.step(0.01, net, of_single);
+            device.sync().unwrap();
+            saver.wait().unwrap();
+            let files = ["now", "later"].map(|file| fs::read(path(file)).unwrap());
+            assert!(files[0] == files[1], "file of one parameter at a time: {case}");
+            assert!(!is_ours || kept() == expected, "records before a step: {case}");
         }
     }
 }

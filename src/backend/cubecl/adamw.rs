@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, AdamW, AdamWUpdate, StepControls};
 
-use super::tensors::{VALIDATED, contiguous, part, unshared};
+use super::tensors::{VALIDATED, contiguous, part, unread};
 use crate::backend::ops::{AdamWOps, ElementwiseRows};
 use crate::backend::tensor_list::TensorList;
 
@@ -28,8 +28,8 @@ impl AdamWOps for CubeBackend {
         scaled: bool,
     ) -> (TensorList<Self>, Float, Float) {
         // Whoever else reads these buffers keeps the old values.
-        let parameters: Vec<_> = parameters.0.into_iter().map(unshared).collect();
-        let [first, second] = [moment_1, moment_2].map(unshared);
+        let parameters: Vec<_> = parameters.0.into_iter().map(unread).collect();
+        let [first, second] = [moment_1, moment_2].map(unread);
         let [rejected, c1, c2, factor] =
             [rejected, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
         let dtypes = [parameters[0].dtype, first.dtype];

@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms};
 
-use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unshared};
+use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unread, unshared};
 use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
@@ -44,7 +44,7 @@ impl StepOps for CubeBackend {
         scaled: bool,
     ) -> (Float, Float, Float) {
         // Advanced in place; a copy is made where a second reference still reads the old one.
-        let momentum = unshared(momentum);
+        let momentum = unread(momentum);
         let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
         let (of, grads) = (batch(&momentum), grads.0);
         let update = uninitialised(&momentum, momentum.shape(), momentum.dtype);
@@ -82,7 +82,7 @@ impl StepOps for CubeBackend {
         let of_direction = direction.dtype;
         let direction = contiguous(direction, of_direction);
         let [rejected, diverged] = [rejected, diverged].map(|x| contiguous(x, DType::F32));
-        let parameters: Vec<_> = parameters.0.into_iter().map(unshared).collect();
+        let parameters: Vec<_> = parameters.0.into_iter().map(unread).collect();
         let (of, dtypes) = (batch(&direction), [parameters[0].dtype, of_direction]);
         let updated = |(values, ParameterStep { flag, decay, lr, .. }): (&Float, ParameterStep)| {
             let rows = values.shape().num_elements() / of.elements;

@@ -76,13 +76,40 @@ pub(in crate::backend) fn contiguous(tensor: Float, dtype: DType) -> Float {
 /// The elements in order in a buffer that no other tensor shares.
 pub(in crate::backend) fn unshared(tensor: Float) -> Float {
     let tensor = into_contiguous(tensor);
-    if tensor.can_mut() && tensor.is_nonoverlapping() {
-        return tensor;
+    if is_unshared(&tensor) { tensor } else { copy_of(&tensor) }
+}
+
+/// [`unshared`], of a value that outlives a step: a parameter or a state. It is also copied where
+/// bytes that Burn has read from it, as for a record of its module, bind the buffer until they are
+/// used.
+pub(in crate::backend) fn unread(tensor: Float) -> Float {
+    let tensor = into_contiguous(tensor);
+    if is_unshared(&tensor) && !is_read_later(&tensor) { tensor } else { copy_of(&tensor) }
+}
+
+fn is_unshared(tensor: &Float) -> bool {
+    tensor.can_mut() && tensor.is_nonoverlapping()
+}
+
+fn is_read_later(tensor: &Float) -> bool {
+    // Launches bind buffers as well, until the device's thread has taken and submitted them: it is
+    // asked to do both. What they fail with is found where their results are read. Submitting comes
+    // second, since it may wait for the device.
+    let (client, memory) = (&tensor.client, &tensor.handle.memory);
+    if memory.is_bound() {
+        client.check([]).ok();
     }
+    if memory.is_bound() {
+        client.flush().ok();
+    }
+    memory.is_bound()
+}
+
+fn copy_of(tensor: &Float) -> Float {
     // Not Burn's `copy`: like every result of its operations, that has gaps between rows on CUDA.
     let dtype = dtype_to_elem_type(tensor.dtype);
     let copy = copied(&tensor.client, tensor.clone().binding(), dtype);
-    self::tensor(&tensor, copy.handle, tensor.shape(), tensor.dtype)
+    self::tensor(tensor, copy.handle, tensor.shape(), tensor.dtype)
 }
 
 /// The first dimension and the elements of each of its entries.

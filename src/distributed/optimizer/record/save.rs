@@ -17,6 +17,7 @@ use crate::comm::World;
 use crate::distributed::busy::Busy;
 use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::error::Result;
+use crate::host::is_on_host;
 
 /// The rank that writes each tensor of a checkpoint, the same on all ranks.
 struct Writers {
@@ -95,7 +96,7 @@ impl DistModuleOptimizer {
         // The ids in the file belong to the saved model, by which Burn finds the state of a
         // parameter: after a load they differ from the last step's.
         let ids: HashMap<String, u64> = entries.iter().filter_map(Entry::identity).collect();
-        let waiting = saver.waiting(&entries, checkpoint::is_on_host(world.device()));
+        let waiting = saver.waiting(&entries, is_on_host(world.device()));
         let start = || {
             let is_written = |slot: usize| writers.slots[slot] == rank;
             let states = self.contents(&counters, &own, &ids, is_written)?.of_optimizer();

@@ -1,0 +1,42 @@
+//! The host as a device of Burn: the Flex backend, whose tensors are in the memory of the host.
+
+use burn::tensor::kind::Basic;
+use burn::tensor::{AllocationProperty, Device, Tensor, TensorData};
+
+/// The device whose tensors are in the memory of the host. `None` in a build without Flex.
+pub(crate) fn host() -> Option<Device> {
+    #[cfg(feature = "flex")]
+    return Some(Device::flex());
+    #[cfg(not(feature = "flex"))]
+    return None;
+}
+
+/// Returns `true` for a device whose tensors are in the memory of the host.
+pub(crate) fn is_on_host(device: &Device) -> bool {
+    host().is_some_and(|host| host == device.clone().inner())
+}
+
+/// The same values in the memory of the host.
+///
+/// What Burn reads from a CubeCL device is copied when its bytes are first used: from a buffer that
+/// an operation in place may have changed since, and which the bytes keep to their end. Data that
+/// outlives the next operation on its tensor has to go through this function.
+pub(crate) fn copied(data: TensorData) -> TensorData {
+    if data.bytes().property() != AllocationProperty::Device {
+        return data;
+    }
+    let (bytes, shape, dtype) = data.into_parts();
+    TensorData::from_bytes_vec(bytes.to_vec(), shape, dtype)
+}
+
+/// A tensor on another device, of which the former device keeps nothing.
+pub(crate) fn moved<const D: usize, K: Basic>(
+    tensor: Tensor<D, K>,
+    device: &Device,
+) -> Tensor<D, K> {
+    if !is_on_host(device) || is_on_host(&tensor.device()) {
+        return tensor.to_device(device);
+    }
+    let dtype = tensor.dtype();
+    Tensor::from_data(copied(tensor.into_data()), (device, dtype))
+}
