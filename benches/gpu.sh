@@ -195,7 +195,9 @@ steps() {
     in_half_precision "$native" "$name" "$(tests "$name::") --nocapture --test-threads 1"
   done
   in_half_precision "$native" conformance "$(tests golden_trajectories) --exact --nocapture"
-  echo "dist_muon shared $native gpu_suite $(tests dist_muon::) --nocapture --test-threads 1"
+  for name in dist_muon saver states_on_host; do
+    echo "$name shared $native gpu_suite $(tests "$name::") --nocapture --test-threads 1"
+  done
   # Launches are observed in wgpu.
   [ "$device" != vulkan ] || echo "launches alone $plain gpu_suite $(tests launches::) --nocapture --test-threads 1"
   echo "memory alone $plain gpu_suite $(tests memory::) --nocapture --test-threads 1"

@@ -31,6 +31,10 @@ mod parts;
 mod precision;
 #[path = "../cubecl_kernels/tests/product.rs"]
 mod product;
+#[path = "it/saver.rs"]
+mod saver;
+#[path = "it/states_on_host.rs"]
+mod states_on_host;
 
 use libtest_mimic::{Arguments, Trial};
 

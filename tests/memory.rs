@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use distmuon::checkpoint::{self, Checkpointed};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
-    Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory,
+    Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory, StatesOn,
 };
 use distmuon::link::{GraphOrder, Link};
 use distmuon::parallel::{RowEmbedding, exchange};
@@ -82,25 +82,39 @@ fn extra(shape: [usize; 3], iteration: &NewtonSchulz) -> [usize; 2] {
 fn pages(shape: [usize; 3], form: IterationForm) -> Option<usize> {
     let device = Device::default();
     let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), (&device, DType::F32));
+    buffers(4 * shape.iter().product::<usize>(), || iteration(form).orthogonalize(batch.clone()))
+}
+
+/// The number of buffers of a size that a CubeCL device has had at once after some work. `None` if
+/// the device does not count them.
+fn buffers<T>(bytes: usize, work: impl FnOnce() -> T) -> Option<usize> {
+    let device = Device::default();
     device.sync().unwrap();
     // Frees the buffers of other tests.
     device.memory_cleanup();
-    let result = iteration(form).orthogonalize(batch.clone());
+    let result = work();
     device.sync().unwrap();
-    let bytes = 4 * shape.iter().product::<usize>() as u64;
-    let pools = device.memory_pool_report()?;
+    let (pools, bytes) = (device.memory_pool_report()?, bytes as u64);
     let pool = pools.iter().find(|pool| pool.largest_alloc == bytes);
     let pool = pool.expect("a pool has buffers of that size");
     assert!(pool.page_size < 2 * bytes, "a page for every buffer: {pool:?}");
-    drop((batch, result));
+    drop(result);
     Some(pool.pages as usize)
+}
+
+/// Returns `true` on CubeCL's CPU runtime, and reports it.
+fn frees_late() -> bool {
+    let frees_late = format!("{:?}", Device::default()).contains("CpuDevice");
+    if frees_late {
+        excused("CubeCL's CPU runtime frees buffers some time after their last use");
+    }
+    frees_late
 }
 
 #[test]
 fn a_device_reserves_the_announced_workspace() {
     let _alone = alone();
-    if format!("{:?}", Device::default()).contains("CpuDevice") {
-        excused("CubeCL's CPU runtime frees buffers some time after their last use");
+    if frees_late() {
         return;
     }
     for (form, shape) in [
@@ -121,6 +135,49 @@ fn a_device_reserves_the_announced_workspace() {
         assert_eq!(pages - 1, announced, "{shape:?} {form:?}");
         assert!(form == IterationForm::Gram || announced <= 3);
     }
+}
+
+/// Moments of AdamW, in a bucket for each of eight parameters.
+#[test]
+fn states_on_the_host_leave_a_device_those_of_two_buckets() {
+    let _alone = alone();
+    if frees_late() {
+        return;
+    }
+    let (count, shape) = (8, [512, 1024]);
+    let bytes = 4 * shape[0] * shape[1];
+    let of_states_on = |place: StatesOn| {
+        let device = Device::default().autodiff();
+        let config = DistMuonConfig::new()
+            .with_muon(MuonConfig::new().with_rule(RoutingRule::adamw("")))
+            .with_bucket_mb(Some(bytes as f64 / 1e6))
+            .with_states_on(place);
+        let work = || {
+            let matrix = |_| {
+                let zeros = Tensor::<2>::zeros(shape, (&device, DType::F32));
+                Param::from_tensor(zeros.require_grad())
+            };
+            let mut model = Equal { matrices: (0..count).map(matrix).collect() };
+            let mut optim = config.init(&World::alone(device.clone()), &model).unwrap();
+            assert_eq!(optim.plan().buckets().len(), count);
+            for _step in 0..2 {
+                let mut grads = GradientsParams::new();
+                for matrix in &model.matrices {
+                    grads.register(matrix.id, matrix.val().inner().ones_like());
+                }
+                model = optim.step(1e-3, model, grads).unwrap();
+            }
+            (model, optim)
+        };
+        buffers(bytes, work)
+    };
+    let [Some(host), Some(model)] = [StatesOn::Host, StatesOn::Model].map(of_states_on) else {
+        lacks("counts of its memory");
+        return;
+    };
+    println!("{host} buffers with states on the host, {model} on the device");
+    // Two moments of all parameters, or of two buckets.
+    assert_eq!(model - host, 2 * count - 2 * 2);
 }
 
 #[test]

@@ -5,7 +5,9 @@ use burn::tensor::Device;
 use clap::{Args, ValueEnum};
 use distmuon::comm::World;
 use distmuon::distributed::plan;
-use distmuon::distributed::{self, Axis, CostSource, DistMuonConfig, Layout, Mesh, Publish};
+use distmuon::distributed::{
+    self, Axis, CostSource, DistMuonConfig, Layout, Mesh, Publish, StatesOn,
+};
 
 use super::model::Gpt;
 use super::options::{at_least_one, not_negative};
@@ -63,6 +65,11 @@ pub struct Sharding {
     /// Costs that are balanced. Default: operations.
     #[arg(long, value_enum, help_heading = "Ranks")]
     pub costs: Option<Costs>,
+    /// Place of momentum, moments and master weights between steps.
+    ///
+    /// host is for a model on a GPU, and for dist-muon and dist-adamw.
+    #[arg(long, value_enum, default_value_t, help_heading = "Ranks")]
+    pub states_on: StatesPlace,
 }
 
 /// The seconds after which the search for the best plan ends.
@@ -90,6 +97,15 @@ pub enum Costs {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
+pub enum StatesPlace {
+    /// The device of the model.
+    #[default]
+    Model,
+    /// The host.
+    Host,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq)]
 pub enum Keep {
     /// None: they are gathered again.
     #[default]
@@ -103,7 +119,8 @@ impl Sharding {
     pub fn is_shared(&self) -> bool {
         let is_planned = self.balancing.is_some() || self.costs.is_some();
         let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
-        is_planned || is_divided || self.overlap == Some(true) || self.in_flight_mb.is_some()
+        let overlaps = self.overlap == Some(true) || self.in_flight_mb.is_some();
+        is_planned || is_divided || overlaps || self.states_on == StatesPlace::Host
     }
 
     /// Returns `true` if gradients and parameters are sent during the passes.
@@ -150,7 +167,7 @@ impl Sharding {
         if self.overlaps(ranks) { Publish::AtFirstUse } else { Publish::Now }
     }
 
-    /// The settings of the library for the owners of matrices.
+    /// The settings of the library for the owners of matrices, and for the place of the states.
     pub fn planned(&self, config: DistMuonConfig) -> Result<DistMuonConfig> {
         let balancing = match self.balancing.unwrap_or_default() {
             Balancing::Greedy => plan::Balancing::Greedy,
@@ -167,7 +184,11 @@ impl Sharding {
             Costs::Operations => CostSource::Operations,
             Costs::Measured => CostSource::Measured,
         };
-        Ok(config.with_balancing(balancing).with_costs(costs))
+        let states = match self.states_on {
+            StatesPlace::Model => StatesOn::Model,
+            StatesPlace::Host => StatesOn::Host,
+        };
+        Ok(config.with_balancing(balancing).with_costs(costs).with_states_on(states))
     }
 
     /// Describes the plan in a line.

@@ -1,10 +1,12 @@
 //! The configuration of Muon on many ranks.
 
 use burn::config::Config;
+use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 use super::plan::{Balancing, MatrixOrder, PlanConfig};
 use crate::error::{Error, Result};
+use crate::host::host;
 use crate::muon::MuonConfig;
 
 /// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is
@@ -114,6 +116,25 @@ impl LossScaleConfig {
     }
 }
 
+/// The place of the states between the updates of their bucket: momentum, moments and master
+/// weights. The states that [users' optimizers](crate::custom) make stay on the model's device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum StatesOn {
+    /// The device of the model.
+    Model,
+    /// The host, in the memory of Burn's Flex backend, while the model is on a GPU. A step brings
+    /// the states of a bucket to the model's device, updates the bucket, and takes them back. The
+    /// states of the next bucket come before that update begins, so that the device has the states
+    /// of two buckets at most. The bits are the same. Every step copies the states both ways, and
+    /// waits for the copies to the host.
+    ///
+    /// It changes nothing for a model that is on the host. Choose
+    /// [`bucket_mb`](DistMuonConfig::bucket_mb) in a world of one, where all states may lie in one
+    /// bucket.
+    Host,
+}
+
 /// The source of the costs that a plan balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -185,6 +206,9 @@ pub struct DistMuonConfig {
     /// The time at which the ranks wait for new parameters.
     #[config(default = "Publish::Now")]
     pub publish: Publish,
+    /// The place of the states between updates.
+    #[config(default = "StatesOn::Model")]
+    pub states_on: StatesOn,
     /// Largest norm over all gradients: gradients with a larger norm are scaled down together.
     /// `None` for no limit. For clipping on one device, use [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
@@ -224,6 +248,10 @@ impl DistMuonConfig {
         if let Some(norm) = self.max_norm.filter(|norm| !(norm.is_finite() && *norm > 0.0)) {
             return Err(Error::setting("max_norm", norm, "a positive number"));
         }
+        if self.states_on == StatesOn::Host && host().is_none() {
+            let expected = "`Model` in a build without the feature `flex`, which is the host";
+            return Err(Error::setting("states_on", "Host", expected));
+        }
         self.loss_scale.iter().try_for_each(LossScaleConfig::check)?;
         match &self.muon.grad_clipping {
             Some(clipping) => Err(Error::setting(
@@ -232,6 +260,14 @@ impl DistMuonConfig {
                 "`None` (`DistMuonConfig::with_max_norm` clips all gradients together)",
             )),
             None => Ok(()),
+        }
+    }
+
+    /// The device of the states between updates, if it is another one than the model's.
+    pub(super) fn states_device(&self, of_model: &Device) -> Option<Device> {
+        match self.states_on {
+            StatesOn::Model => None,
+            StatesOn::Host => host().filter(|host| host != of_model),
         }
     }
 

@@ -30,6 +30,7 @@ mod trainable;
 
 pub use config::{
     CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, OnAuditFailure, Publish,
+    StatesOn,
 };
 pub use dist_muon::DistMuon;
 #[doc(hidden)]

@@ -35,6 +35,7 @@ mod saver;
 mod skipped_tests;
 mod split;
 mod start;
+mod states_on_host;
 mod train_lm;
 mod unusual_parameters;
 

@@ -22,6 +22,7 @@ use crate::checksum;
 use crate::distributed::plan::{self, Bucket, BucketKind, Overlap, ROW_ELEMENTS};
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::flat;
+use crate::host::moved;
 use crate::routing::Updates;
 use crate::update::{
     Clocks, Decision, ElementwiseParameter, ElementwiseUpdate, Ledger, Matrices, MuonBatch,
@@ -44,6 +45,36 @@ pub struct Shard {
     runs: Vec<ShardRun>,
     batches: Vec<Batch>,
     device: Device,
+    /// The device of the states between updates, if it is another one.
+    states_device: Option<Device>,
+    /// `true` while the states are there.
+    are_states_away: bool,
+}
+
+/// The bytes of the states of shards.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StateBytes {
+    pub masters: usize,
+    /// Momentum and moments, without master weights.
+    pub states: usize,
+    /// Master weights, momentum and moments that are on the host, and not counted above.
+    pub on_host: usize,
+}
+
+impl StateBytes {
+    pub fn of(shards: &[Shard]) -> Self {
+        shards.iter().fold(Self::default(), |Self { masters, states, on_host }, shard| {
+            let [all, of_masters] = [shard.state_bytes(), shard.master_bytes()];
+            match shard.are_states_away {
+                true => Self { masters, states, on_host: on_host + all },
+                false => Self {
+                    masters: masters + of_masters,
+                    states: states + all - of_masters,
+                    on_host,
+                },
+            }
+        })
+    }
 }
 
 /// The rule for the parameters of a shard.
@@ -125,6 +156,8 @@ impl Shard {
         let updates = routing.updates();
         let settings = bucket.settings(plan.parameters());
         let (rank, device) = (world.rank(), &divided.device());
+        // Made where they lie, or a model whose states don't fit its device could not begin.
+        let states_device = divided.states_device.as_ref().unwrap_or(device);
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
@@ -137,12 +170,14 @@ impl Shard {
                 // The flags of the matrices of all buckets are one tensor, so that one sum adds
                 // them up for all parameters.
                 let (first, muon) = (rank_matrices.len(), &updates.muon[settings]);
-                let batches = batches(&runs, parameters, first, bucket.dtype, device, muon);
+                let devices = Devices { of_indices: device, of_states: states_device };
+                let batches = batches(&runs, parameters, first, bucket.dtype, devices, muon);
                 rank_matrices.extend(matrices(bucket, parameters, &range));
                 (Update::Muon(muon.clone()), batches)
             }
             BucketKind::Whole => {
-                let batches = whole_batches(&runs, parameters, bucket.dtype, device, updates);
+                let batches =
+                    whole_batches(&runs, parameters, bucket.dtype, states_device, updates);
                 (Update::Whole(updates.rest[0].policy), batches)
             }
             BucketKind::Elements | BucketKind::Replicated => {
@@ -153,7 +188,8 @@ impl Shard {
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
                 let batch = ElementwiseUpdate::batch(&[range.len()]);
                 let slots = rest.slots(bucket.dtype);
-                let state = Slots::zeros(&slots, batch, &[range.len()], bucket.dtype, device);
+                let shape = [range.len()];
+                let state = Slots::zeros(&slots, batch, &shape, bucket.dtype, states_device);
                 let batch = Batch {
                     runs: 0..runs.len(),
                     elements: 0..range.len(),
@@ -171,8 +207,19 @@ impl Shard {
             }
         };
         let has_stacks = bucket.parameters.iter().any(|index| parameters[*index].is_stack());
-        let (bucket, device) = (bucket.clone(), device.clone());
-        Self { bucket, exchange, range, update, settings, has_stacks, runs, batches, device }
+        Self {
+            bucket: bucket.clone(),
+            exchange,
+            range,
+            update,
+            settings,
+            has_stacks,
+            runs,
+            batches,
+            device: device.clone(),
+            states_device: divided.states_device.clone(),
+            are_states_away: divided.states_device.is_some(),
+        }
     }
 
     /// The shard of the rank before this one, with a state of zero, by the rule of this rank.
@@ -248,6 +295,26 @@ impl Shard {
         }
     }
 
+    /// Brings the states to the model's device, for an update.
+    pub fn bring_states(&mut self) {
+        if std::mem::take(&mut self.are_states_away) {
+            self.batches.iter_mut().for_each(|batch| batch.move_states(&self.device));
+        }
+    }
+
+    /// Takes the states to the device where they lie between updates.
+    pub fn take_states_away(&mut self) {
+        if let (Some(device), false) = (&self.states_device, self.are_states_away) {
+            self.batches.iter_mut().for_each(|batch| batch.move_states(device));
+            self.are_states_away = true;
+        }
+    }
+
+    /// Returns `true` if the states leave the model's device between updates.
+    pub fn states_leave(&self) -> bool {
+        self.states_device.is_some()
+    }
+
     /// Sets the flags of parameters whose gradients are not usable.
     pub fn reject(&self, gradients: &[Tensor<1>], flags: Tensor<1>) -> Tensor<1> {
         let largest = match &self.update {
@@ -284,6 +351,7 @@ impl Shard {
         diverged: &mut Tensor<1>,
         mut observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
+        self.bring_states();
         let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
@@ -334,6 +402,7 @@ impl Shard {
         decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
+        self.bring_states();
         let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
         let (all, dtype) = (&self.runs, self.bucket.dtype);
         let directions = self.batches.iter_mut().flat_map(|batch| {
@@ -363,19 +432,30 @@ impl Shard {
         share.apply(muon, directions, values, inputs)
     }
 
-    /// The values of a slot, flat, in the order of the shard, of the parameters that have it.
+    /// The values of a slot on the model's device, flat, in the order of the shard, of the
+    /// parameters that have it.
     pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
         let states = self.batches.iter().map(|batch| &batch.state).filter(|state| state.has(slot));
-        let values = states.map(|state| state.get(slot));
+        let values = states.map(|state| self.on_device(state.get(slot)));
         flat::concat(values.collect(), dtype, &self.device)
+    }
+
+    /// The values of a state on the model's device.
+    fn on_device(&self, values: Tensor<1>) -> Tensor<1> {
+        match self.are_states_away {
+            true => values.to_device(&self.device),
+            false => values,
+        }
     }
 
     /// Sets the values that [`state`](Self::state) returns.
     pub fn set_state(&mut self, slot: &str, values: &Tensor<1>) {
         let mut end = 0;
+        let away = self.states_device.clone().filter(|_| self.are_states_away);
         for batch in self.batches.iter_mut().filter(|batch| batch.state.has(slot)) {
             let [count] = batch.state.get(slot).dims();
-            batch.state.put(slot, flat::slice(values, end..end + count));
+            let new = flat::slice(values, end..end + count);
+            batch.state.put(slot, away.iter().fold(new, moved));
             // The counts on the host are of the former state.
             batch.clocks = Clocks::default();
             end += count;
@@ -386,13 +466,14 @@ impl Shard {
     pub fn all_states(&self) -> Tensor<1> {
         let slots = self.batches.iter().flat_map(|batch| {
             let names = batch.state.names();
-            names.map(|name| batch.state.get(name).cast(DType::F32))
+            names.map(|name| self.on_device(batch.state.get(name)).cast(DType::F32))
         });
         flat::concat(slots.collect(), DType::F32, &self.device)
     }
 
-    /// Sets the values that [`all_states`](Self::all_states) returns.
+    /// Sets the values that [`all_states`](Self::all_states) returns, for an update that follows.
     pub fn set_all_states(&mut self, values: &Tensor<1>) {
+        self.bring_states();
         let mut end = 0;
         for Batch { state, clocks, .. } in &mut self.batches {
             let names: Vec<_> = state.names().collect();
@@ -413,7 +494,7 @@ impl Shard {
             let Batch { runs, elements, row, state, .. } = batch;
             let (runs, matrices) = (&self.runs[runs.clone()], elements.len() / row);
             let of_slot = |name: &'static str| {
-                let values = state.get(name);
+                let values = self.on_device(state.get(name));
                 // Slots have the values of one matrix after the other.
                 let each = values.dims()[0] / matrices;
                 let matrix = |element: usize| (element - elements.start) / row * each;
@@ -540,6 +621,11 @@ impl ShardRun {
 }
 
 impl Batch {
+    /// Moves its states to a device.
+    fn move_states(&mut self, device: &Device) {
+        self.state = std::mem::take(&mut self.state).to_device(device);
+    }
+
     /// Passes its matrices, its state and the flags in `diverged` to a function that returns a
     /// tensor for each parameter, and the new flags.
     fn with_matrices(
@@ -673,13 +759,20 @@ fn matrices(
     bucket.overlaps(shard.clone()).flat_map(matrices).collect()
 }
 
+/// The devices of a batch.
+#[derive(Clone, Copy)]
+struct Devices<'a> {
+    of_indices: &'a Device,
+    of_states: &'a Device,
+}
+
 /// The parameters as batches of one shape; their flags follow those before `first`.
 fn batches(
     runs: &[ShardRun],
     parameters: &[TrainableParameter],
     mut first: usize,
     dtype: DType,
-    device: &Device,
+    Devices { of_indices, of_states }: Devices<'_>,
     muon: &MuonUpdate,
 ) -> Vec<Batch> {
     let matrices = |run: &ShardRun| match parameters[run.parameter].kind {
@@ -702,7 +795,7 @@ fn batches(
         let elements = runs[0].range.start..runs[runs.len() - 1].range.end;
         let count = elements.len() / (m * n);
         let slots = muon.slots(matrices, runs[0].is_stack, dtype);
-        let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, device);
+        let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, of_states);
         let batch = Batch {
             whole: None,
             runs: next..next + runs.len(),
@@ -711,7 +804,7 @@ fn batches(
             matrices: Some(MatrixRows {
                 matrices,
                 first,
-                parameters: indices(runs, m * n, device),
+                parameters: indices(runs, m * n, of_indices),
             }),
             state,
             clocks: Clocks::default(),

@@ -414,6 +414,7 @@ impl<'a> StepInProgress<'a> {
         controls: &StepControls,
         diverged: &mut Tensor<1>,
     ) -> Result<()> {
+        self.bring_states(bucket);
         let audited = self.begin_audit(bucket)?;
         let gradients = self.between.take_gradients(bucket);
         let updated = if self.distributes_directions(bucket) {
@@ -433,12 +434,33 @@ impl<'a> StepInProgress<'a> {
         self.end_audit(bucket, controls, audited, &updated)?;
         // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
+        self.take_states_away(bucket);
         self.observe();
         // After the start, so that at least one bucket is on its way during the next update.
         while self.calls.gatherings() >= self.traffic.in_flight {
             self.land()?;
         }
         Ok(())
+    }
+
+    /// Brings the states of a bucket to the model's device, if they lie elsewhere, and the states
+    /// of the next bucket, which are on their way while this one is updated.
+    fn bring_states(&mut self, bucket: usize) {
+        if !self.shards[bucket].states_leave() {
+            return;
+        }
+        let from_here = self.calls.order.iter().skip_while(|next| **next != bucket);
+        from_here.take(2).for_each(|next| self.shards[*next].bring_states());
+        self.memory.count_states(self.shards);
+        self.observe();
+    }
+
+    /// Takes the states of a bucket away, if they lie elsewhere: waits for its update.
+    fn take_states_away(&mut self, bucket: usize) {
+        if self.shards[bucket].states_leave() {
+            self.shards[bucket].take_states_away();
+            self.memory.count_states(self.shards);
+        }
     }
 
     /// The values of a shard's parameters, which are waited for if they are assembled.

@@ -35,6 +35,8 @@ pub struct DividedModel {
     pub parameters: Vec<ModelParameter>,
     /// In the order of the plan.
     pub trainable: Vec<TrainableParameter>,
+    /// The device of the states between updates, if it is not the model's.
+    pub states_device: Option<Device>,
 }
 
 /// Bytes of a parameter between steps: of the whole, of this rank's slice, or of its part.
@@ -77,8 +79,19 @@ impl DividedModel {
         let work = (&trainable[..], routing.updates());
         let costs = agree_on_setup::costs(config, layout, &planned, work)?;
         let plan = agree_on_setup::plan(config, layout, planned, &costs)?;
-        let (world, layout, passes) = (world.clone(), layout.clone(), layout.passes());
-        Ok(Self { world, layout, passes, cuts, routing, plan, costs, parameters, trainable })
+        let states_device = config.states_device(&world.device().clone().inner());
+        Ok(Self {
+            world: world.clone(),
+            layout: layout.clone(),
+            passes: layout.passes(),
+            cuts,
+            routing,
+            plan,
+            costs,
+            parameters,
+            trainable,
+            states_device,
+        })
     }
 
     /// The device of this rank, without autodiff.

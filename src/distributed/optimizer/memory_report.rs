@@ -4,7 +4,7 @@ use std::fmt;
 
 use comfy_table::{Table, presets};
 
-use super::bucket_shard::Shard;
+use super::bucket_shard::{Shard, StateBytes};
 use super::detached_parameters::DetachedParameters;
 use super::publication::Arriving;
 use crate::distributed::layout::{PassBytes, Passes, ReportedBytes};
@@ -55,6 +55,10 @@ pub struct MemoryReport {
     pub masters: Usage,
     /// Momentum, moments and everything else in the state of this rank's shards.
     pub states: Usage,
+    /// Master weights and states that are on the host, with
+    /// [`StatesOn::Host`](super::StatesOn::Host), and do not count in `masters` and `states`
+    /// meanwhile. Not in `total`, which is of the model's device.
+    pub on_host: Usage,
     /// Buffers for sending and receiving of the collectives of a step in flight, which may last
     /// until the new parameters are used.
     pub buffers: Usage,
@@ -78,29 +82,31 @@ struct Snapshot {
     shards: usize,
     masters: usize,
     states: usize,
+    on_host: usize,
     buffers: usize,
     gathered: usize,
     in_flight: usize,
 }
 
-/// The report of a rank so far, and what it has between steps, which never changes.
+/// The report of a rank so far, and what it has between steps.
 pub(super) struct MemoryMeter {
     report: MemoryReport,
     parameters: usize,
-    /// Momentum and moments, without master weights.
-    states: usize,
-    masters: usize,
+    states: StateBytes,
 }
 
 impl MemoryMeter {
     /// The memory before the first step, with the bytes of the rank's parameters.
     pub fn new(parameters: usize, shards: &[Shard]) -> Self {
-        let states: usize = shards.iter().map(Shard::state_bytes).sum();
-        let masters = shards.iter().map(Shard::master_bytes).sum();
-        let states = states - masters;
+        let states = StateBytes::of(shards);
         let mut report = MemoryReport::default();
-        report.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
-        Self { report, parameters, states, masters }
+        report.observe(Snapshot { parameters, ..Snapshot::with(states) });
+        Self { report, parameters, states }
+    }
+
+    /// Counts the states anew, after some were moved to another device.
+    pub fn count_states(&mut self, shards: &[Shard]) {
+        self.states = StateBytes::of(shards);
     }
 
     /// Counts what the rank has at a moment of a step, with the bytes of its reduced shards and of
@@ -110,10 +116,8 @@ impl MemoryMeter {
             parameters: detached.parameters.bytes(),
             gradients: detached.gradients.bytes(),
             shards,
-            masters: self.masters,
-            states: self.states,
             buffers,
-            ..Snapshot::default()
+            ..Snapshot::with(self.states)
         });
     }
 
@@ -122,12 +126,10 @@ impl MemoryMeter {
         let snapshot = |held: PassBytes| Snapshot {
             parameters: self.parameters,
             shards: held.means,
-            masters: self.masters,
-            states: self.states,
             buffers: held.publishing,
             gathered: held.gathered,
             in_flight: held.in_flight,
-            ..Snapshot::default()
+            ..Snapshot::with(self.states)
         };
         let mut report = self.report;
         let ReportedBytes { now, peaks } = passes.reported();
@@ -138,6 +140,13 @@ impl MemoryMeter {
         now.buffers += arriving.buffers;
         report.observe(now);
         report
+    }
+}
+
+impl Snapshot {
+    /// The bytes of states alone.
+    fn with(StateBytes { masters, states, on_host }: StateBytes) -> Self {
+        Self { masters, states, on_host, ..Self::default() }
     }
 }
 
@@ -160,6 +169,7 @@ impl MemoryReport {
             shards,
             masters,
             states,
+            on_host,
             buffers,
             gathered,
             in_flight,
@@ -173,6 +183,7 @@ impl MemoryReport {
             (&mut self.shards, shards),
             (&mut self.masters, masters),
             (&mut self.states, states),
+            (&mut self.on_host, on_host),
             (&mut self.buffers, buffers),
             (&mut self.gathered, gathered),
             (&mut self.in_flight, in_flight),
@@ -199,6 +210,7 @@ impl fmt::Display for MemoryReport {
             ("gathered parameters", self.gathered),
             ("gradients in flight", self.in_flight),
             ("total", self.total),
+            ("on the host", self.on_host),
         ] {
             let Usage { now, peak, at_peak } = bytes;
             table.add_row([kind.into(), now.to_string(), peak.to_string(), at_peak.to_string()]);

@@ -41,6 +41,10 @@ pub struct RankMemory {
     /// Momentum, moments and everything else in the state, also what an optimizer of the user's
     /// stores.
     pub states: usize,
+    /// Master weights and states on the host, for a model on another device: see
+    /// [`StatesOn::Host`](crate::distributed::StatesOn::Host). They do not count in `masters` and
+    /// `states`, and only two buckets of them in `peak`.
+    pub on_host: usize,
     /// Messages that are sent and received at one time, at most: of a step, or of the gradients
     /// that a backward pass reduces.
     pub messages: usize,
@@ -59,7 +63,7 @@ impl RankMemory {
     }
 
     /// The names and the bytes of all kinds.
-    fn kinds(&self) -> [(&'static str, usize); 10] {
+    fn kinds(&self) -> [(&'static str, usize); 11] {
         [
             ("parameters", self.parameters),
             ("frozen parameters", self.frozen),
@@ -71,6 +75,7 @@ impl RankMemory {
             ("messages", self.messages),
             ("gathered parameters", self.gathered),
             ("peak", self.peak),
+            ("on the host", self.on_host),
         ]
     }
 }
@@ -179,6 +184,16 @@ impl DistMuonConfig {
     }
 }
 
+/// Bytes of the states of a rank's shard of a bucket.
+#[derive(Default)]
+struct StateBytes {
+    /// Momentum and moments.
+    slots: usize,
+    masters: usize,
+    /// States that users' optimizers make.
+    of_users: usize,
+}
+
 /// Bytes of the states that users' optimizers make, by their names and the shapes and types of
 /// parameters. All ranks have the same.
 #[derive(Default)]
@@ -201,21 +216,30 @@ impl PlannedRank<'_> {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();
         let parameters = of_model.map(|known| bytes_of_parameter(known, &passes)).sum();
-        let [states, masters] = plan.buckets().iter().fold([0; 2], |[states, masters], bucket| {
-            let [more_states, more_masters] = self.states(bucket, rank, own);
-            [states + more_states, masters + more_masters]
-        });
+        let of_buckets: Vec<StateBytes> =
+            plan.buckets().iter().map(|bucket| self.states(bucket, rank, own)).collect();
+        let sum = |of: fn(&StateBytes) -> usize| of_buckets.iter().map(of).sum::<usize>();
+        let (slots, masters, own) =
+            (sum(|of| of.slots), sum(|of| of.masters), sum(|of| of.of_users));
         let memory = RankMemory {
             parameters,
             frozen: self.frozen(),
             gradients: self.gradients(),
-            states,
-            masters,
             ..RankMemory::default()
+        };
+        let device = self.layout.world().device().clone().inner();
+        let (memory, brought) = match self.config.states_device(&device) {
+            None => {
+                (RankMemory { states: slots + own, masters, ..memory }, vec![0; of_buckets.len()])
+            }
+            Some(_) => {
+                let brought = of_buckets.iter().map(|of| of.slots + of.masters).collect();
+                (RankMemory { states: own, on_host: slots + masters, ..memory }, brought)
+            }
         };
         // Passes before the step, which they leave the means to.
         let memory = PassMemory::new(self).run(&passes, memory);
-        StepMemory::new(self, plan, rank, memory).run()
+        StepMemory::new(self, plan, (rank, brought), memory).run()
     }
 
     /// Bytes of the means that backward passes return: float32, which a step does not round.
@@ -258,15 +282,16 @@ impl PlannedRank<'_> {
         }
     }
 
-    /// Bytes of the states of a rank's shard of a bucket, and of its master weights.
-    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> [usize; 2] {
+    /// Bytes of the states of a rank's shard of a bucket.
+    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> StateBytes {
         let updates = self.routing.updates();
-        let of = |slots: Vec<Slot>, batch: [usize; 3]| {
-            let (masters, states): (Vec<Slot>, Vec<Slot>) =
-                slots.into_iter().partition(|slot| [MASTER, MANTISSA].contains(&slot.name));
-            [states, masters].map(|slots| -> usize {
+        let of = |table: Vec<Slot>, batch: [usize; 3]| {
+            let (masters, slots): (Vec<Slot>, Vec<Slot>) =
+                table.into_iter().partition(|slot| [MASTER, MANTISSA].contains(&slot.name));
+            let [masters, slots] = [masters, slots].map(|slots| -> usize {
                 slots.iter().map(|slot| slot.bytes(batch, bucket.dtype)).sum()
-            })
+            });
+            StateBytes { masters, slots, of_users: 0 }
         };
         if matches!(bucket.kind, BucketKind::Elements | BucketKind::Replicated) {
             // One batch of all rows, also of zeros.
@@ -277,7 +302,7 @@ impl PlannedRank<'_> {
                 batch,
             );
         }
-        bucket.runs(rank).into_iter().fold([0; 2], |[states, masters], run| {
+        bucket.runs(rank).into_iter().fold(StateBytes::default(), |sum, run| {
             let parameter = &self.trainable.trainable[run.parameter];
             let batch = match parameter.kind {
                 UpdateKind::Muon { matrices, .. } => {
@@ -286,8 +311,12 @@ impl PlannedRank<'_> {
                 }
                 UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => parameter.batch(),
             };
-            let [more_states, more_masters] = of(parameter.slots(updates), batch);
-            [states + more_states + own.of(self, parameter), masters + more_masters]
+            let StateBytes { slots, masters, .. } = of(parameter.slots(updates), batch);
+            StateBytes {
+                slots: sum.slots + slots,
+                masters: sum.masters + masters,
+                of_users: sum.of_users + own.of(self, parameter),
+            }
         })
     }
 }

@@ -56,6 +56,9 @@ pub struct StepMemory<'a> {
     gradients: usize,
     shards: usize,
     messages: usize,
+    /// The states that a step brings from the host: of every bucket, and what is here at the time.
+    brought: Vec<usize>,
+    states_here: usize,
     flights: VecDeque<StepMessage>,
     started: usize,
     is_reduced: Vec<bool>,
@@ -65,8 +68,14 @@ pub struct StepMemory<'a> {
 }
 
 impl<'a> StepMemory<'a> {
-    /// `memory` has the bytes between steps, and the peaks of the passes before.
-    pub fn new(rank: &'a PlannedRank<'a>, plan: &Plan, index: usize, memory: RankMemory) -> Self {
+    /// `memory` has the bytes between steps, and the peaks of the passes before. `brought` has the
+    /// states of every bucket that lie on the host meanwhile.
+    pub fn new(
+        rank: &'a PlannedRank<'a>,
+        plan: &Plan,
+        (index, brought): (usize, Vec<usize>),
+        memory: RankMemory,
+    ) -> Self {
         let config = rank.config;
         let of_bucket = |bucket: &Bucket| BucketBytes::new(rank, plan, bucket, index);
         let buckets: Vec<_> = plan.buckets().iter().map(of_bucket).collect();
@@ -81,6 +90,8 @@ impl<'a> StepMemory<'a> {
             gradients: memory.gradients + rank.means(),
             shards: 0,
             messages: 0,
+            brought,
+            states_here: 0,
             flights: VecDeque::new(),
             started: 0,
             is_reduced: vec![false; buckets.len()],
@@ -114,6 +125,7 @@ impl<'a> StepMemory<'a> {
                     self.assemble_values(stage.buckets[next]);
                     next += 1;
                 }
+                self.bring_states(*bucket, &order);
                 self.update(*bucket);
             }
         }
@@ -212,6 +224,13 @@ impl<'a> StepMemory<'a> {
         self.buckets[bucket].gathering.expect("a bucket that is gathered")
     }
 
+    /// Brings the states of a bucket and of the next one.
+    fn bring_states(&mut self, bucket: usize, order: &[(usize, bool)]) {
+        let from_here = order.iter().skip_while(|(next, _)| *next != bucket);
+        self.states_here = from_here.take(2).map(|(next, _)| self.brought[*next]).sum();
+        self.observe();
+    }
+
     fn update(&mut self, bucket: usize) {
         let is_gathering = |flight: &StepMessage| {
             matches!(flight, StepMessage::Distribution(_) | StepMessage::Gathering(_))
@@ -228,6 +247,7 @@ impl<'a> StepMemory<'a> {
             }
             None => self.gather(bucket),
         }
+        self.states_here -= self.brought[bucket];
         while self.in_flight(is_gathering) >= self.rank.config.in_flight {
             self.land();
         }
@@ -275,11 +295,12 @@ impl<'a> StepMemory<'a> {
     }
 
     fn observe(&mut self) {
-        let Self { constant, parameters, gradients, shards, messages, .. } = *self;
+        let Self { constant, parameters, gradients, shards, messages, states_here, .. } = *self;
         let peaks = &mut self.peaks;
         peaks.shards = peaks.shards.max(shards);
         peaks.messages = peaks.messages.max(messages);
-        peaks.peak = peaks.peak.max(constant + parameters + gradients + shards + messages);
+        peaks.peak =
+            peaks.peak.max(constant + parameters + gradients + shards + messages + states_here);
     }
 }
 
