@@ -195,7 +195,7 @@ steps() {
     in_half_precision "$native" "$name" "$(tests "$name::") --nocapture --test-threads 1"
   done
   in_half_precision "$native" conformance "$(tests golden_trajectories) --exact --nocapture"
-  for name in dist_muon saver states_on_host; do
+  for name in dist_muon audits saver states_on_host; do
     echo "$name shared $native gpu_suite $(tests "$name::") --nocapture --test-threads 1"
   done
   # Launches are observed in wgpu.

@@ -6,6 +6,8 @@
 // Each test of the kernels includes their shared module.
 #![allow(clippy::duplicate_mod)]
 
+#[path = "it/audits.rs"]
+mod audits;
 #[allow(dead_code)] // its `main`; this program runs its trials
 #[path = "conformance.rs"] // without the path, its modules would be looked for in `conformance/`
 mod conformance;

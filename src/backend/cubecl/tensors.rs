@@ -2,7 +2,7 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Shape, StreamId};
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::features::TypeUsage;
@@ -73,7 +73,7 @@ pub(in crate::backend) fn contiguous(tensor: Float, dtype: DType) -> Float {
     into_contiguous(cast(tensor, dtype))
 }
 
-/// The elements in order in a buffer that no other tensor shares.
+/// The elements in order in a buffer that no other tensor shares, and that this thread has made.
 pub(in crate::backend) fn unshared(tensor: Float) -> Float {
     let tensor = into_contiguous(tensor);
     if is_unshared(&tensor) { tensor } else { copy_of(&tensor) }
@@ -88,7 +88,10 @@ pub(in crate::backend) fn unread(tensor: Float) -> Float {
 }
 
 fn is_unshared(tensor: &Float) -> bool {
-    tensor.can_mut() && tensor.is_nonoverlapping()
+    // Every thread has a stream. Others wait for the stream that made a buffer, and not for the one
+    // that wrote to it last: what a rank got from another is not written to.
+    let is_of_this_stream = tensor.handle.stream == StreamId::current();
+    tensor.can_mut() && tensor.is_nonoverlapping() && is_of_this_stream
 }
 
 fn is_read_later(tensor: &Float) -> bool {
@@ -121,4 +124,58 @@ pub(in crate::backend) fn batch(tensor: &Float) -> Batch {
 /// A contiguous tensor as `rows` rows of `elements` elements.
 pub(in crate::backend) fn part(tensor: &Float, rows: usize, elements: usize) -> Rows {
     Rows { handle: tensor.handle.clone(), count: rows, elements }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use burn::backend::DispatchDevice;
+    use burn::tensor::{Device, Int, Tensor};
+    use cubecl::server::BufferBinding;
+
+    use super::*;
+    use crate::backend::cubecl::primitive;
+    use crate::skipped_tests::excused;
+
+    /// A tensor of the default device, if that is one of CubeCL's.
+    fn made() -> Option<Tensor<1>> {
+        let device = Device::default();
+        match device.as_dispatch() {
+            DispatchDevice::Cube(_) => Some(Tensor::<1, Int>::arange(0..64, &device).float()),
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if a function returns the tensor's own buffer.
+    fn keeps(buffer: fn(Float) -> Float, tensor: Tensor<1>) -> bool {
+        let id = |tensor: &Float| {
+            let BufferBinding { memory, .. } = tensor.handle.clone().binding();
+            memory.id()
+        };
+        let tensor = primitive(tensor).expect("a tensor of CubeCL");
+        let before = id(&tensor);
+        id(&buffer(tensor)) == before
+    }
+
+    #[test]
+    fn buffers_are_kept_where_nothing_else_reads_them() {
+        let Some(tensor) = made() else {
+            excused("only CubeCL's devices have buffers that are kept or copied");
+            return;
+        };
+        for buffer in [unshared, unread] {
+            assert!(keeps(buffer, tensor.clone() + 1.0));
+            let shared = tensor.clone() + 1.0;
+            assert!(!keeps(buffer, shared.clone()), "a second tensor reads it");
+            drop(shared);
+            let other = tensor.clone();
+            let foreign = thread::spawn(move || other + 1.0).join().unwrap();
+            assert!(!keeps(buffer, foreign), "another thread has made it");
+        }
+        let read = tensor + 1.0;
+        let data = read.clone().into_data();
+        assert!(!keeps(unread, read), "its bytes are not read yet");
+        drop(data);
+    }
 }
