@@ -14,6 +14,7 @@
 //! | cut layers or experts into slices, one for each rank | [`slices`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
+//! | save while training goes on | [`saving_without_waiting`] |
 //! | move a run to PyTorch, or from there | [`exchange`] |
 //! | see and change the optimizer of every parameter | [`routing`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
@@ -182,6 +183,15 @@ pub mod learner {}
 /// [`Schedule::at(step)`]: crate::Schedule::at
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
+
+/// Saves in the background, their memory and their times, and one file from each rank.
+///
+/// [`checkpoint::Saver`]: crate::checkpoint::Saver
+/// [`WhenBusy::Refuse`]: crate::checkpoint::WhenBusy::Refuse
+/// [`Saver::with_parts`]: crate::checkpoint::Saver::with_parts
+/// [`Saver::with_patience`]: crate::checkpoint::Saver::with_patience
+#[doc = include_str!("../docs/guide/saving-without-waiting.md")]
+pub mod saving_without_waiting {}
 
 /// Runs that move to PyTorch, or from there.
 ///
