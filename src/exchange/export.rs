@@ -11,7 +11,7 @@ use super::forms::Form;
 use super::{Exchange, Implementation, OPTIMIZER, STEP};
 use crate::checkpoint::{self, Archive, Difference, DifferenceKind, MODEL, States, prefixed};
 use crate::error::{Error, Result};
-use crate::update::{CORRECTIONS, MOMENTS, MOMENTUM, SKIPPED, TIME};
+use crate::update::{CORRECTIONS, MASTER, MOMENTS, MOMENTUM, SKIPPED, TIME};
 
 impl Exchange {
     /// Converts a checkpoint to a safetensors file, which replaces a previous one as a whole.
@@ -109,10 +109,11 @@ impl Exchange {
         let (keys, archive) = (self.implementation.keys(), states.archive());
         // Names that Burn's AdamW writes are found by this crate's.
         let is_adamw = MOMENTS[..2].iter().all(|name| states.find(path, name).is_some());
-        let names = match is_adamw {
+        let mut names = match is_adamw {
             true => vec![(MOMENTS[0], keys.moments[0]), (MOMENTS[1], keys.moments[1])],
             false => vec![(MOMENTUM, keys.momentum)],
         };
+        names.extend(keys.master.map(|key| (MASTER, key)));
         let key = |key: &str| format!("{OPTIMIZER}{}.{key}", form.name);
         let (mut written, mut used) = (vec![], BTreeSet::new());
         for (state, name) in names {
@@ -150,9 +151,9 @@ impl Exchange {
         // The other code base skips no step, and so counts those that were taken.
         let steps = time.saturating_sub(skipped);
         let data = match self.implementation {
-            // PyTorch's AdamW has its `step` as a float32 tensor, the two others as an integer.
+            // PyTorch's AdamW has its `step` as a float32 tensor, the others as an integer.
             Implementation::Torch => TensorData::new(vec![steps as f32], [0_usize; 0]),
-            Implementation::KellerJordan | Implementation::Dion => {
+            Implementation::KellerJordan | Implementation::Dion | Implementation::Megatron => {
                 TensorData::new(vec![steps as i64], [0_usize; 0])
             }
         };

@@ -18,7 +18,7 @@ use crate::checkpoint::{
 use crate::error::{Error, Result};
 use crate::load_difference::listed;
 use crate::parameters::{self, Found};
-use crate::update::{BURNS_MOMENTS, BURNS_TIME, MOMENTUM, SKIPPED, TIME};
+use crate::update::{BURNS_MOMENTS, BURNS_TIME, MASTER, MOMENTUM, SKIPPED, TIME};
 
 /// A tensor that a checkpoint gets from a file.
 struct Taken {
@@ -31,6 +31,7 @@ struct Taken {
 /// The state of a parameter in a file.
 struct SavedState {
     is_adamw: bool,
+    has_master: bool,
     steps: Option<usize>,
 }
 
@@ -136,11 +137,13 @@ impl Exchange {
         for (name, keys) in by_name {
             let problem = match (paths.get(&*name), self.is_adamw(&keys)) {
                 (Some(path), Ok(is_adamw)) => {
+                    let has_master =
+                        self.implementation.keys().master.is_some_and(|key| keys.contains(key));
                     let steps = match keys.contains(STEP) {
                         true => Some(steps(source, &format!("{OPTIMIZER}{name}.{STEP}"))?),
                         false => None,
                     };
-                    states.insert((*path).to_owned(), SavedState { is_adamw, steps });
+                    states.insert((*path).to_owned(), SavedState { is_adamw, has_master, steps });
                     continue;
                 }
                 (None, _) => "expected no parameter, got a state".to_owned(),
@@ -156,7 +159,10 @@ impl Exchange {
     fn is_adamw(&self, found: &BTreeSet<String>) -> std::result::Result<bool, String> {
         let keys = self.implementation.keys();
         let [first, second] = keys.moments;
-        let is = |expected: &[&str]| found.iter().map(String::as_str).eq(expected.iter().copied());
+        let of_optimizer = |key: &&str| keys.master != Some(*key);
+        let is = |expected: &[&str]| {
+            found.iter().map(String::as_str).filter(of_optimizer).eq(expected.iter().copied())
+        };
         let sorted = |mut keys: Vec<&'static str>| {
             keys.sort_unstable();
             keys
@@ -191,10 +197,18 @@ impl Exchange {
             let (id, form) = (found.id.val(), &forms[&found.path]);
             // AdamW's moments get the names of Burn's, of which a load computes the corrections by
             // the betas of the optimizer that continues: a file does not have them.
-            let (names, time) = match state.is_adamw {
+            let (mut names, time) = match state.is_adamw {
                 true => (BURNS_MOMENTS.into_iter().zip(keys.moments).collect(), BURNS_TIME),
                 false => (vec![(MOMENTUM, keys.momentum)], TIME),
             };
+            if let Some(master) = keys.master.filter(|_| state.has_master) {
+                names.push((MASTER, master));
+                let problem = "expected no master weights of a parameter that is not in half \
+                               precision, got some";
+                let difference = Difference::new(&found.path, DifferenceKind::State, problem);
+                differences
+                    .extend((found.dtype == precise_dtype(found.dtype)).then_some(difference));
+            }
             for (state, key) in names {
                 let name = format!("{OPTIMIZER}{}.{key}", form.name);
                 let problem = shape_problem(source, &name, &found.shape, form.transposes_state);

@@ -37,7 +37,9 @@
 //! | [`Torch`](Implementation::Torch) | `momentum_buffer` | `exp_avg`, `exp_avg_sq` | `step` of AdamW, float32 |
 //! | [`KellerJordan`](Implementation::KellerJordan) | `momentum_buffer` | `exp_avg`, `exp_avg_sq` | `step` of AdamW, int64 |
 //! | [`Dion`](Implementation::Dion) | `momentum` | `momentum`, `variance` | `step` of all, int64 |
+//! | [`Megatron`](Implementation::Megatron) | `momentum_buffer` | `exp_avg`, `exp_avg_sq` | `step` of AdamW, int64 |
 //!
+//! Parameters in half precision have float32 master weights in Megatron-LM's files, `fp32_param`.
 //! Steps have the shape `[]`. The settings of the optimizers are not part of a file.
 //!
 //! [`checkpoint::load`]: crate::checkpoint::load
@@ -76,6 +78,10 @@ pub enum Implementation {
     /// [sum](crate::MomentumForm::Sum)
     /// (<https://github.com/microsoft/dion/blob/01287d7/dion/megabatch_base.py>).
     Dion,
+    /// Megatron-LM's Adam and its Muon of Emerging-Optimizers, with float32 copies of parameters in
+    /// half precision
+    /// (<https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/emerging_optimizers.py>).
+    Megatron,
 }
 
 /// The keys of an implementation.
@@ -83,13 +89,15 @@ struct Keys {
     momentum: &'static str,
     /// The keys of AdamW's moments.
     moments: [&'static str; 2],
+    /// The key of master weights, if the code base stores them with the states.
+    master: Option<&'static str>,
     /// `true` if the number of steps is also stored of matrices.
     counts_all: bool,
 }
 
 impl Implementation {
     /// All implementations.
-    pub const ALL: [Self; 3] = [Self::Torch, Self::KellerJordan, Self::Dion];
+    pub const ALL: [Self; 4] = [Self::Torch, Self::KellerJordan, Self::Dion, Self::Megatron];
 
     /// Returns the name that [`from_str`](str::parse) reads.
     pub fn name(self) -> &'static str {
@@ -97,19 +105,22 @@ impl Implementation {
             Self::Torch => "torch",
             Self::KellerJordan => "keller-jordan",
             Self::Dion => "dion",
+            Self::Megatron => "megatron",
         }
     }
 
     fn keys(self) -> Keys {
         match self {
-            Self::Torch | Self::KellerJordan => Keys {
+            Self::Torch | Self::KellerJordan | Self::Megatron => Keys {
                 momentum: "momentum_buffer",
                 moments: ["exp_avg", "exp_avg_sq"],
+                master: (self == Self::Megatron).then_some("fp32_param"),
                 counts_all: false,
             },
             Self::Dion => Keys {
                 momentum: "momentum",
                 moments: ["momentum", "variance"],
+                master: None,
                 // Counted for a group of parameters, and so for all of them.
                 counts_all: true,
             },
@@ -136,7 +147,7 @@ impl FromStr for Implementation {
         found.ok_or_else(|| {
             Error::usage(
                 "the layout of states is unknown",
-                "`torch`, `keller-jordan` or `dion`",
+                "`torch`, `keller-jordan`, `dion` or `megatron`",
                 format!("`{name}`"),
                 "name the optimizer that writes or reads the file",
             )

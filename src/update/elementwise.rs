@@ -119,7 +119,10 @@ pub(crate) fn unflatten_burns(
         return None;
     }
     let names = MOMENTS.iter().copied().zip(BURNS_MOMENTS);
-    Some((Slots::unflatten_as(names, prefix, source, device)?, time))
+    let mut slots = Slots::unflatten_as(names, prefix, source, device)?;
+    // Burn has none; files of other code bases come with these names and have some.
+    slots.append(Slots::unflatten(&[], &[MASTER], prefix, source, device)?);
+    Some((slots, time))
 }
 
 impl RoleSettings {

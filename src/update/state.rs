@@ -418,6 +418,11 @@ impl Slots {
         Some(Self { values: values.collect::<Option<_>>()? })
     }
 
+    /// Adds all slots of other ones.
+    pub fn append(&mut self, mut other: Self) {
+        self.values.append(&mut other.values);
+    }
+
     /// Adds the value of a slot that has one for the whole parameter.
     pub fn insert(&mut self, slot: &Slot, value: f64, device: &Device) {
         let value = Tensor::full([1], value, (device, DType::F32));

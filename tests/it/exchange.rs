@@ -10,14 +10,16 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, LinearLayout,
 };
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use distmuon::exchange::{Exchange, Implementation};
 use distmuon::{
     AdamWConfig, DistMuonConfig, Error, LrScale, MasterWeights, MatrixLayout, MomentumConfig,
-    MomentumForm, MuonConfig, NewtonSchulzConfig, Recipe, RoutingRule, World, checkpoint,
+    MomentumForm, MuonConfig, NewtonSchulzConfig, Recipe, RoutingRule, WeightDecay, World,
+    checkpoint,
 };
 use distmuon_testing::excused;
 use distmuon_testing::models::{self, Fixed};
+use distmuon_testing::precision::{self, Rounded, has};
 use safetensors::tensor::Dtype;
 use safetensors::{SafeTensors, serialize_to_file, tensor::TensorView};
 
@@ -442,20 +444,259 @@ fn runs_continue_in_pytorch() {
     }
 }
 
+/// A layer that dion and Emerging-Optimizers, whose Muon Megatron-LM has, trained for six steps.
+#[derive(Module, Debug)]
+struct OneLayer {
+    layer: Linear,
+}
+
+impl OneLayer {
+    fn new([outputs, inputs]: [usize; 2]) -> Self {
+        let layer = LinearConfig::new(inputs, outputs).with_bias(false);
+        Self { layer: layer.init(&Device::default().autodiff()) }
+    }
+
+    /// With another weight.
+    fn with(self, weight: Tensor<2>) -> Self {
+        let weight = self.layer.weight.map(|_| Tensor::from_inner(weight).require_grad());
+        Self { layer: Linear { weight, ..self.layer } }
+    }
+
+    fn step(self, optim: &mut ModuleOptimizer, gradient: Tensor<2>) -> Self {
+        let mut gradients = GradientsParams::new();
+        gradients.register(self.layer.weight.id, gradient);
+        optim.step(LR, self, gradients)
+    }
+
+    /// The distance to a weight, in units of its distance to the start.
+    fn error(&self, weight: Tensor<2>, start: Tensor<2>) -> f64 {
+        let norm = |tensor: Tensor<2>| tensor.square().sum().sqrt().into_scalar::<f32>();
+        let error = norm(self.layer.weight.val().inner() - weight.clone()) / norm(weight - start);
+        assert!(error.is_finite());
+        error.into()
+    }
+}
+
+/// The learning rate of the recorded runs.
+const LR: f64 = 0.02;
+
+/// A trajectory of six steps of another implementation, its settings, and the momentum after three
+/// steps, which follows from the gradients.
+struct Recorded {
+    tensors: Contents,
+    shape: [usize; 2],
+    config: MuonConfig,
+    momentum: Vec<f32>,
+}
+
+impl Recorded {
+    fn read(implementation: Implementation, folder: &Path) -> Self {
+        let (file, scale, decay) = match implementation {
+            Implementation::Dion => {
+                let decay = WeightDecay::Decoupled(0.05.into());
+                ("dion-classical-momentum", LrScale::Spectral, decay)
+            }
+            _ => {
+                let decay = WeightDecay::Independent(0.01.into());
+                ("eo-independent-decay", LrScale::Original, decay)
+            }
+        };
+        let form = form(implementation);
+        let iteration = NewtonSchulzConfig::new()
+            .with_coefficients(distmuon::Coefficients::KellerJordan)
+            .with_steps(Some(5))
+            .with_epsilon(1e-7)
+            .with_dtype(distmuon::IterationDtype::F32);
+        let momentum = MomentumConfig::new().with_momentum(0.95.into()).with_form(form);
+        let config = MuonConfig::new()
+            .with_newton_schulz(iteration)
+            .with_momentum(momentum)
+            .with_weight_decay(decay)
+            .with_lr_scale(scale)
+            .with_layout(MatrixLayout::InOut)
+            .with_rule(RoutingRule::muon("layer.weight"));
+        let tensors = tensors(&folder.join("family").join(format!("{file}.safetensors")));
+        let shape: [usize; 2] = tensors["param.0.init"].1.clone().try_into().unwrap();
+        let momentum = vec![0.0; shape[0] * shape[1]];
+        let mut recorded = Self { tensors, shape, config, momentum };
+        let fresh = if form == MomentumForm::Sum { 1.0 } else { 1.0 - 0.95 };
+        for step in 1..=3 {
+            let gradient = floats(recorded.bytes(&format!("grad.0.{step}")));
+            for (momentum, gradient) in recorded.momentum.iter_mut().zip(gradient) {
+                *momentum = 0.95 * *momentum + fresh * gradient;
+            }
+        }
+        recorded
+    }
+
+    fn bytes(&self, name: &str) -> &[u8] {
+        &self.tensors[name].2
+    }
+
+    /// A tensor in Burn's layout.
+    fn tensor(&self, name: &str) -> Tensor<2> {
+        let data = TensorData::new(floats(self.bytes(name)), self.shape);
+        Tensor::from_data(data, &Device::default()).transpose()
+    }
+
+    /// The largest error of some steps.
+    fn follow(
+        &self,
+        mut net: OneLayer,
+        optim: &mut ModuleOptimizer,
+        steps: std::ops::RangeInclusive<usize>,
+    ) -> (OneLayer, f64) {
+        let mut worst = 0f64;
+        for step in steps {
+            net = net.step(optim, self.tensor(&format!("grad.0.{step}")));
+            let expected = self.tensor(&format!("param.0.{step}"));
+            worst = worst.max(net.error(expected, self.tensor("param.0.init")));
+        }
+        (net, worst)
+    }
+}
+
+/// The packages can't be installed by name. Their optimizers were recorded elsewhere, and their
+/// states follow from their rules.
+#[test]
+fn recorded_runs_of_dion_and_megatron_continue_here_and_leave_as_their_files() {
+    let Some(folder) = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from) else {
+        excused("no trajectories of other implementations: set DISTMUON_CONFORMANCE_DIR");
+        return;
+    };
+    for (implementation, key) in
+        [(Implementation::Dion, "momentum"), (Implementation::Megatron, "momentum_buffer")]
+    {
+        let recorded = Recorded::read(implementation, &folder);
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let exchange = Exchange::new(implementation).with_steps(3);
+        let entry = |bytes: Vec<u8>| (Dtype::F32, recorded.shape.to_vec(), bytes);
+        let momentum = recorded.momentum.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let mut file = Contents::new();
+        file.insert("layer.weight".to_owned(), entry(recorded.bytes("param.0.3").to_vec()));
+        file.insert(format!("optimizer.layer.weight.{key}"), entry(momentum));
+        write(&at("file"), &file);
+
+        let fresh = || OneLayer::new(recorded.shape);
+        exchange.import(at("file"), at("run.bpk"), &fresh(), &3usize).unwrap();
+        let net = fresh();
+        let optim = recorded.config.init(&net);
+        let (net, mut optim, _): (_, _, usize) =
+            checkpoint::load(at("run.bpk"), net, optim).unwrap();
+        let (_, error) = recorded.follow(net, &mut optim, 4..=6);
+        assert!(error <= TOLERANCE, "{implementation}: {error:.1e}");
+        // Without the state, the same steps are others.
+        let net = fresh().with(recorded.tensor("param.0.3"));
+        let mut optim = recorded.config.init(&net);
+        let (_, error) = recorded.follow(net, &mut optim, 4..=6);
+        assert!(error > 100.0 * TOLERANCE, "{implementation}: {error:.1e}");
+
+        let net = fresh().with(recorded.tensor("param.0.init"));
+        let mut optim = recorded.config.init(&net);
+        let (net, error) = recorded.follow(net, &mut optim, 1..=3);
+        assert!(error <= TOLERANCE, "{implementation}: {error:.1e}");
+        checkpoint::save(at("ours.bpk"), &net, &optim, &3usize).unwrap();
+        exchange.export(at("ours.bpk"), at("ours"), &net).unwrap();
+        let ours = tensors(&at("ours"));
+        for (name, expected) in &file {
+            let (expected, (dtype, shape, actual)) = (floats(&expected.2), &ours[name]);
+            assert_eq!((*dtype, &**shape), (Dtype::F32, &recorded.shape[..]), "{name}");
+            let largest = expected.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let difference = models::largest_difference(&floats(actual), &expected);
+            assert!(difference <= 1e-4 * largest, "{name}: {difference:e} of {largest:e}");
+        }
+    }
+}
+
+#[test]
+fn master_weights_leave_and_come_back_in_files_of_megatron() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let config = config(MomentumForm::Average);
+    let of_megatron = |seed| Net::new(seed).map(&mut Rounded(DType::BF16));
+    let train = |(mut net, mut optim): (Net, ModuleOptimizer), numbers: std::ops::Range<u64>| {
+        for number in numbers {
+            let gradients = precision::gradients(&net, number, DType::BF16);
+            // Most steps are smaller than what the parameters can change by.
+            net = optim.step(2e-4, net, gradients);
+        }
+        (net, optim)
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let net = of_megatron(7);
+    let optim = config.init(&net);
+    let run = train((net, optim), 0..3);
+    checkpoint::save(at("run.bpk"), &run.0, &run.1, &3usize).unwrap();
+    let expected = precision::floats(&train(run, 3..9).0);
+
+    let exchange = Exchange::new(Implementation::Megatron);
+    let left_out = exchange.export(at("run.bpk"), at("file"), &of_megatron(1)).unwrap();
+    assert!(left_out.iter().all(|left| left.to_string().contains("`idle`")), "{left_out:?}");
+    let file = tensors(&at("file"));
+    for (name, shape) in [("blocks.0.weight", vec![9, 6]), ("embedding.weight", vec![11, 6])] {
+        let (dtype, found, master) = &file[&format!("optimizer.{name}.fp32_param")];
+        assert_eq!((*dtype, found), (Dtype::F32, &shape), "{name}");
+        assert_eq!(file[name].0, Dtype::BF16);
+        // The digits that the parameter does not have.
+        assert!(master.chunks(4).any(|value| value[..2] != [0, 0]), "{name}");
+    }
+    let continued = |implementation: Implementation| {
+        let exchange = Exchange::new(implementation);
+        exchange.export(at("run.bpk"), at("file"), &of_megatron(1)).unwrap();
+        exchange.import(at("file"), at("back.bpk"), &of_megatron(2), &3usize).unwrap();
+        let other = of_megatron(3);
+        let fresh = config.init(&other);
+        let (net, optim, _): (_, _, usize) =
+            checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+        precision::floats(&train((net, optim), 3..9).0)
+    };
+    // The bias corrections of AdamW are computed anew, so that a rounding may differ.
+    let differing = |values: &[f32]| values.iter().zip(&expected).filter(|(a, b)| a != b).count();
+    let with = differing(&continued(Implementation::Megatron));
+    let without = differing(&continued(Implementation::Torch));
+    assert!(100 * with <= expected.len(), "{with} of {} values differ", expected.len());
+    assert!(
+        without > 10 * with.max(1),
+        "{without} values differ without master weights, {with} with"
+    );
+
+    // A model in float32 has no place for them.
+    exchange.export(at("run.bpk"), at("file"), &of_megatron(1)).unwrap();
+    let refused = refused(&exchange, &at("file"));
+    assert!(refused.contains("expected no master weights"), "{refused}");
+}
+
+/// Python, if it can import what is needed.
+fn python(imports: &str) -> Option<Command> {
+    let python = || Command::new(std::env::var_os("PYTHON").unwrap_or("python3".into()));
+    let imported = python().args(["-c", imports]).output();
+    let can_import = imported.is_ok_and(|output| output.status.success());
+    if !can_import {
+        excused(format!("python3 can't run `{imports}`"));
+    }
+    can_import.then(python)
+}
+
+#[test]
+fn folders_of_megatron_become_files() {
+    let Some(mut command) = python("import torch, safetensors") else { return };
+    command.arg(data(Implementation::Torch, "run").with_file_name("megatron.py")).arg("check");
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+}
+
 /// Continues in PyTorch, where it and the implementation are installed.
 fn in_pytorch(implementation: Implementation, file: &Path) {
-    let python = || Command::new(std::env::var_os("PYTHON").unwrap_or("python3".into()));
     let optimizer = match implementation {
         Implementation::Torch => "torch.optim.Muon",
         _ => "from muon import SingleDeviceMuonWithAuxAdam",
     };
-    let imports = format!("import torch, safetensors; {optimizer}");
-    let imported = python().args(["-c", &imports]).output();
-    if !imported.is_ok_and(|output| output.status.success()) {
-        excused(format!("python3 can't run `{imports}`"));
+    let Some(mut command) = python(&format!("import torch, safetensors; {optimizer}")) else {
         return;
-    }
-    let mut command = python();
+    };
     command.arg(data(implementation, "run").with_file_name("torch_run.py"));
     command.args(["continue", implementation.name()]).arg(file).arg(data(implementation, "run"));
     let output = command.output().unwrap();
@@ -647,8 +888,8 @@ fn names_of_implementations_and_parameters_are_checked() {
     for implementation in Implementation::ALL {
         assert_eq!(implementation.name().parse(), Ok(implementation));
     }
-    let error = "megatron".parse::<Implementation>().unwrap_err().to_string();
-    assert!(error.contains("`torch`, `keller-jordan` or `dion`, got `megatron`"), "{error}");
+    let error = "optax".parse::<Implementation>().unwrap_err().to_string();
+    assert!(error.contains("`dion` or `megatron`, got `optax`"), "{error}");
     let (folder, (net, _)) = saved(&config(MomentumForm::Average));
     let one = Exchange::new(Implementation::Torch).with_names(|_| "weight".to_owned());
     let file = folder.path().join("file");
