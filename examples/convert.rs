@@ -1,6 +1,6 @@
 //! A run that moves to PyTorch, or from there: `cargo run --example convert -- export FILE TO` and
-//! `cargo run --example convert -- import FILE TO STEPS`, with `keller-jordan`, `dion` or `megatron`
-//! behind them for other optimizers than `torch.optim.Muon` and `torch.optim.AdamW`.
+//! `cargo run --example convert -- import FILE TO STEPS`, with `keller-jordan`, `dion` or
+//! `megatron` behind them for other optimizers than `torch.optim.Muon` and `torch.optim.AdamW`.
 //!
 //! The run is the one of the example `resume`: `resume a.bpk 20`, `convert export a.bpk
 //! a.safetensors`, `convert import a.safetensors b.bpk 20` and `resume b.bpk 40` end with the loss

@@ -208,7 +208,8 @@ impl fmt::Display for Account {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
-        let columns = ["matrices", "orthogonalised", "form, type, kernel", "ranks", "update"];
+        let columns =
+            ["matrices", "orthogonalised", "form, steps, type, kernel", "ranks", "update"];
         if f.alternate() {
             let first = ["parameter", "optimizer", "elements"];
             table.set_header(first.into_iter().chain(columns));

@@ -11,7 +11,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
 use distmuon::distributed::{
-    DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, Layout, LossScaleConfig,
+    Diagnostics, DistModuleOptimizer, DistMuonConfig, GradDtype, Layout, LossScaleConfig,
 };
 use distmuon::{
     Account, AdamWConfig, GradientBuffer, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule,
@@ -297,20 +297,21 @@ impl Optim {
     }
 
     /// The norms of the last step by group, if they were requested.
-    pub fn diagnostics(&mut self) -> Result<Option<Vec<GroupDiagnostics>>> {
+    pub fn diagnostics(&mut self) -> Result<Option<Diagnostics>> {
         match self {
             Self::Single(..) => Ok(None),
-            Self::Dist(optim, _) => {
-                Ok(optim.diagnostics()?.map(|diagnostics| diagnostics.groups()))
-            }
+            Self::Dist(optim, _) => Ok(optim.diagnostics()?),
         }
     }
 
-    /// Requests the account of the next step.
+    /// Requests the account of the next step, with norms where the optimizer has them.
     pub fn request_account(&mut self) {
         match self {
             Self::Single(_, routing) => routing.request_account(),
-            Self::Dist(optim, _) => optim.request_account(),
+            Self::Dist(optim, _) => {
+                optim.request_account();
+                optim.request_diagnostics();
+            }
         }
     }
 

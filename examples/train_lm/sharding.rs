@@ -70,6 +70,13 @@ pub struct Sharding {
     /// host is for a model on a GPU, and for dist-muon and dist-adamw.
     #[arg(long, value_enum, default_value_t, help_heading = "Ranks")]
     pub states_on: StatesPlace,
+    /// Steps between two audits; 0 for none.
+    ///
+    /// In an audit, every rank computes matrices of another again, and both compare bits.
+    ///
+    /// For whole parameters and without --overlap, which is then off by default.
+    #[arg(long, value_name = "STEPS", default_value_t = 0, help_heading = "Ranks")]
+    pub audit_every: usize,
 }
 
 /// The seconds after which the search for the best plan ends.
@@ -120,12 +127,13 @@ impl Sharding {
         let is_planned = self.balancing.is_some() || self.costs.is_some();
         let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
         let overlaps = self.overlap == Some(true) || self.in_flight_mb.is_some();
-        is_planned || is_divided || overlaps || self.states_on == StatesPlace::Host
+        let is_special = self.states_on == StatesPlace::Host || self.audit_every > 0;
+        is_planned || is_divided || overlaps || is_special
     }
 
     /// Returns `true` if gradients and parameters are sent during the passes.
     fn overlaps(&self, ranks: usize) -> bool {
-        self.overlap.unwrap_or(ranks > 1)
+        self.overlap.unwrap_or(ranks > 1 && self.audit_every == 0)
     }
 
     /// Fails for limits of messages that are not sent, and of weights that are not gathered.
@@ -167,7 +175,7 @@ impl Sharding {
         if self.overlaps(ranks) { Publish::AtFirstUse } else { Publish::Now }
     }
 
-    /// The settings of the library for the owners of matrices, and for the place of the states.
+    /// The settings of the library for owners, the place of the states, and audits.
     pub fn planned(&self, config: DistMuonConfig) -> Result<DistMuonConfig> {
         let balancing = match self.balancing.unwrap_or_default() {
             Balancing::Greedy => plan::Balancing::Greedy,
@@ -188,7 +196,8 @@ impl Sharding {
             StatesPlace::Model => StatesOn::Model,
             StatesPlace::Host => StatesOn::Host,
         };
-        Ok(config.with_balancing(balancing).with_costs(costs).with_states_on(states))
+        let config = config.with_balancing(balancing).with_costs(costs).with_states_on(states);
+        Ok(config.with_audit_every(self.audit_every))
     }
 
     /// Describes the plan in a line.

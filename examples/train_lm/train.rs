@@ -11,6 +11,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use distmuon::GradientBuffer;
+use distmuon::account::Account;
 use distmuon::certificate::Certificate;
 use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
@@ -265,10 +266,15 @@ impl Run<'_> {
 
             self.certify(&mut training)?;
             let step = training.progress.step;
-            if let (Some(account), Some(display)) = (training.optim.account()?, &training.display) {
+            let (account, norms) = (training.optim.account()?, training.optim.diagnostics()?);
+            if let (Some(account), Some(display)) = (account, &training.display) {
+                let account = norms.iter().fold(account, Account::with_norms);
                 display.account(step, &account)?;
             }
-            if let Some(groups) = training.optim.diagnostics()? {
+            // The account may have asked for norms that nobody else wants.
+            let wants_norms = is_due(step - 1, self.options.diagnose_every);
+            if let Some(norms) = norms.filter(|_| wants_norms) {
+                let groups = norms.groups();
                 if let Some(display) = &training.display {
                     display.diagnostics(step, &groups)?;
                 }

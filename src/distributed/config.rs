@@ -223,7 +223,8 @@ pub struct DistMuonConfig {
     pub check_every: usize,
     /// Number of steps after which an audit takes place: every rank also computes the matrices of
     /// the rank before it, of one bucket. Both compare the bits of states and new values before any
-    /// rank is given them. The next audit is of the next bucket. 0 for never, which is the default.
+    /// rank is given them. The next audit is of the next bucket, also in a run that was resumed. 0
+    /// for never, which is the default.
     ///
     /// It needs two ranks, and matrices that every rank has whole. Its bits are equal where the
     /// sums over ranks are exact and the kernels are the same: on every engine, except with NCCL's

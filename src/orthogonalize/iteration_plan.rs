@@ -28,6 +28,8 @@ const LARGEST_WORKSPACE: usize = 3;
 pub struct IterationPlan {
     /// The form that runs, never [`IterationForm::Auto`].
     pub form: IterationForm,
+    /// The number of steps, each of one polynomial.
+    pub steps: usize,
     /// Indices of the steps before which the Gram form restarts; empty for the standard form.
     pub restarts: Vec<usize>,
     /// The type of the iteration.
@@ -87,6 +89,7 @@ impl Planner {
         let share = |inner| path.symmetric_share(m, inner);
         let standard = IterationPlan {
             form: IterationForm::Standard,
+            steps: self.steps.all,
             restarts: vec![],
             dtype,
             path,

@@ -42,12 +42,14 @@ impl fmt::Display for UpdatedBy {
     }
 }
 
-/// The way in which matrices were orthogonalised. Prints its form, its type and its kernel.
+/// The way in which matrices were orthogonalised. Prints its form, steps, type and kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct IterationUsed {
     /// The form, never [`IterationForm::Auto`].
     pub form: IterationForm,
+    /// The number of steps.
+    pub steps: usize,
     /// The type of the iteration.
     pub dtype: FloatDType,
     /// The implementation of the products.
@@ -58,15 +60,15 @@ pub struct IterationUsed {
 
 impl IterationUsed {
     fn of(plan: &IterationPlan, shape: [usize; 3], device: &Device) -> Self {
-        let IterationPlan { form, dtype, path, .. } = *plan;
-        Self { form, dtype, path, kernel: plan.kernel_of(shape, device) }
+        let IterationPlan { form, steps, dtype, path, .. } = *plan;
+        Self { form, steps, dtype, path, kernel: plan.kernel_of(shape, device) }
     }
 }
 
 impl fmt::Display for IterationUsed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { form, dtype, kernel, .. } = self;
-        write!(f, "{form:?}, {dtype:?}, {kernel}")
+        let Self { form, steps, dtype, kernel, .. } = self;
+        write!(f, "{form:?}, {steps} steps, {dtype:?}, {kernel}")
     }
 }
 

@@ -107,6 +107,13 @@ fn one_two_and_four_ranks_have_equal_chains_in_any_placement() {
         let rows =
             certified(count, &muon(5), |world| divided(world, |layout| layout.rows("dp")), None);
         assert_eq!(rows.links(), expected.links(), "{count} ranks, in rows");
+        // Two ranks of a node add up and gather among each other first.
+        let on_nodes = |world: &World| {
+            let node = format!("node {}", world.rank() / 2);
+            Layout::from(&world.clone().by_node(&node).expect("all ranks have nodes"))
+        };
+        let nodes = certified(count, &muon(5), on_nodes, None);
+        assert_eq!(nodes.links(), expected.links(), "{count} ranks, on nodes");
     }
 }
 

@@ -124,8 +124,8 @@ fn every_matrix_is_orthogonalised_once_by_the_owners_of_the_plan() {
                 assert_eq!(each.updated_by, UpdatedBy::Muon);
                 assert_eq!(each.iterations, each.matrices, "{path}");
                 let used = each.iteration.as_ref().unwrap();
-                assert_eq!(used.form, IterationForm::Standard);
-                assert!(used.to_string().starts_with("Standard, F32, "), "{used}");
+                assert_eq!((used.form, used.steps), (IterationForm::Standard, 5));
+                assert!(used.to_string().starts_with("Standard, 5 steps, F32, "), "{used}");
                 assert!(each.update_norm.unwrap() > 0.0);
             }
             assert_eq!(find(account, "stack").matrices, 3);

@@ -718,7 +718,7 @@ fn iteration() -> Vec<Mutation> {
         },
         Mutation {
             name: "the iteration ends too early",
-            by: "the weights of one device",
+            by: "the account",
             names: "",
             program: iterating(|iteration| iteration.with_steps(Some(2))),
         },

@@ -31,9 +31,8 @@ pub struct Audits {
     on_failure: OnAuditFailure,
     /// The buckets of matrices.
     buckets: Vec<usize>,
-    /// The number of steps, and of audits.
-    steps: usize,
-    done: usize,
+    /// The number of the last step of the run, by the positions in the schedules.
+    step: usize,
     /// The checksums of this rank's states of the bucket of the next audit, after the last step.
     kept: Option<Vec<u64>>,
 }
@@ -80,7 +79,7 @@ impl Audits {
     /// - [`Error::Parameter`] for a matrix that is divided among ranks.
     pub fn new(config: &DistMuonConfig, divided: &DividedModel, shards: &[Shard]) -> Result<Self> {
         let (every, on_failure) = (config.audit_every, config.on_audit_failure);
-        let audits = Self { every, on_failure, buckets: vec![], steps: 0, done: 0, kept: None };
+        let audits = Self { every, on_failure, buckets: vec![], step: 0, kept: None };
         if every == 0 {
             return Ok(audits);
         }
@@ -115,19 +114,16 @@ impl Audits {
         Ok(Self { buckets, ..audits })
     }
 
-    /// Counts a step, and returns its audit, if one is due.
+    /// Begins a step, and returns its audit, if one is due.
     pub fn begin(&mut self, divided: &DividedModel, shards: &[Shard]) -> Option<Audit> {
         if self.every == 0 {
             return None;
         }
-        self.steps += 1;
+        // Of the run and not of the process: a run that is often resumed takes all buckets in turn.
+        self.step = divided.times().into_iter().max().unwrap_or(0) + 1;
         // Taken in every step: the checksums are of the states right before the next one.
         let kept = self.kept.take();
-        if !self.steps.is_multiple_of(self.every) {
-            return None;
-        }
-        let bucket = self.next_bucket();
-        self.done += 1;
+        let bucket = self.due(self.step)?;
         let shard = shards[bucket].of_previous_rank(divided);
         Some(Audit {
             bucket,
@@ -142,9 +138,7 @@ impl Audits {
 
     /// Ends a step: takes the checksums of what the next one will audit.
     pub fn end(&mut self, shards: &[Shard]) {
-        if self.every > 0 && (self.steps + 1).is_multiple_of(self.every) {
-            self.kept = Some(sums(&shards[self.next_bucket()]));
-        }
+        self.kept = self.due(self.step + 1).map(|bucket| sums(&shards[bucket]));
     }
 
     /// Forgets checksums: the states are others now.
@@ -152,8 +146,10 @@ impl Audits {
         self.kept = None;
     }
 
-    fn next_bucket(&self) -> usize {
-        self.buckets[self.done % self.buckets.len()]
+    /// The bucket that is audited in a step, counted from one.
+    fn due(&self, step: usize) -> Option<usize> {
+        let audit = step.checked_div(self.every).filter(|_| step.is_multiple_of(self.every))?;
+        Some(self.buckets[(audit - 1) % self.buckets.len()])
     }
 }
 
@@ -432,11 +428,11 @@ mod tests {
             muon().with_newton_schulz(NewtonSchulzConfig::new().with_coefficients(coefficients))
         };
         let momentum = muon().with_momentum(crate::MomentumConfig::new().with_momentum(0.5.into()));
-        let decay = muon().with_weight_decay(WeightDecay::Decoupled(0.101.into()));
+        let decay = muon().with_weight_decay(WeightDecay::Decoupled(0.1001.into()));
         for faulty in 0..RANKS {
             for (other, part) in [
                 (momentum.clone(), "state `momentum`"),
-                (iteration(1.001), NEW_VALUE),
+                (iteration(1.0 + 1e-6), NEW_VALUE),
                 (decay.clone(), NEW_VALUE),
             ] {
                 let change = |optim: &mut DistModuleOptimizer, other: &DistModuleOptimizer| {
@@ -462,23 +458,36 @@ mod tests {
         assert!(run(&config()).is_err());
     }
 
-    #[test]
-    fn audits_are_due_after_every_so_many_steps_and_take_the_buckets_in_turn() {
+    /// The buckets that are audited in some steps of a run that has taken others before.
+    fn audited(before: usize, steps: usize) -> Vec<Option<usize>> {
         let taken = World::threads(World::devices(2), |world| -> Result<_> {
             let net = world.broadcast(Net::new(world.device()))?;
-            let optim = config().with_audit_every(2).init(&world, &net)?;
-            let mut audits = optim.checks.audits;
+            let mut optim = config().with_audit_every(2).init(&world, &net)?;
+            let present = vec![true; optim.divided.trainable.len()];
+            (0..before).for_each(|_| optim.divided.advance(&present));
             let mut buckets = vec![];
-            for _ in 0..8 {
-                let audit = audits.begin(&optim.divided, &optim.shards);
+            for step in before + 1..=before + steps {
+                let DistModuleOptimizer { divided, shards, checks, .. } = &mut optim;
+                let audit = checks.audits.begin(divided, shards);
                 buckets.push(audit.map(|audit| audit.bucket));
-                audits.end(&optim.shards);
+                checks.audits.end(shards);
                 // Taken before the step that audits, and only then.
-                assert_eq!(audits.kept.is_some(), audits.steps % 2 == 1);
+                assert_eq!(checks.audits.kept.is_some(), step % 2 == 1);
+                divided.advance(&present);
             }
             Ok(buckets)
         });
-        let pairs = [None, Some(0), None, Some(1), None, Some(0), None, Some(1)];
-        assert!(taken.unwrap().iter().all(|taken| *taken == pairs));
+        let taken = taken.unwrap();
+        assert_eq!(taken[0], taken[1]);
+        taken[0].clone()
+    }
+
+    #[test]
+    fn audits_take_the_buckets_in_turn_also_in_a_run_that_is_often_resumed() {
+        let turns = [None, Some(0), None, Some(1), None, Some(0), None, Some(1)];
+        assert_eq!(audited(0, 8), turns);
+        for resumed in 1..8 {
+            assert_eq!(audited(resumed, 8 - resumed), turns[resumed..]);
+        }
     }
 }

@@ -1,9 +1,12 @@
-//! Runs that Ctrl-C ends.
+//! Runs that Ctrl-C ends, and runs that are killed.
 
 use std::collections::BTreeMap;
+use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use burn_pack::Reader;
 
@@ -113,4 +116,56 @@ fn interrupted_comparisons_list_the_runs_that_did_not_begin() {
     let output = advised(folder.path(), &stopped).output().unwrap();
     let finished = stdout("the advised command", &output);
     cell(&finished, "muon", "final loss").parse::<f64>().expect("a loss");
+}
+
+/// The time of the last change of a checkpoint, if there is one: of a file, or of the index of a
+/// folder.
+fn changed(folder: &Path, name: &str) -> Option<SystemTime> {
+    let path = folder.join(name);
+    let path = if path.is_dir() { path.join("index.json") } else { path };
+    fs::metadata(path).and_then(|file| file.modified()).ok()
+}
+
+/// The longest time that two steps with their saves may take.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Kills the only process of a run while its thread writes, a little later every time. Each run
+/// continues from what the one before has left, or fails.
+#[test]
+fn runs_that_are_killed_while_they_save_leave_complete_checkpoints() {
+    let folder = folder();
+    let folder = folder.path();
+    let flags = "--data text.rs --batch 2 --eval-every 1 --sample 0 --steps 100000";
+    let in_parts = ("parts", "--ranks 2 --save-parts parts");
+    for (name, first) in [("run.bpk", "--save run.bpk"), in_parts] {
+        let resume = format!("{first} --resume {name}");
+        for trial in 0..6 {
+            let before = changed(folder, name);
+            let arguments = if before.is_some() { &*resume } else { first };
+            let mut run = train_lm(folder, &format!("{flags} {arguments}"));
+            let mut run = run.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+            // Two saves: one that continues shows that the checkpoint before was complete.
+            let begin = Instant::now();
+            for _ in 0..2 {
+                let seen = changed(folder, name);
+                while changed(folder, name) == seen {
+                    assert!(
+                        begin.elapsed() < LIMIT,
+                        "{arguments}, trial {trial}: nothing is saved"
+                    );
+                    if let Some(status) = run.try_wait().unwrap() {
+                        let mut stderr = String::new();
+                        run.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+                        panic!("{arguments}, trial {trial}: {status}: {stderr}");
+                    }
+                    thread::sleep(Duration::from_millis(2));
+                }
+            }
+            thread::sleep(Duration::from_millis(7 * trial));
+            run.kill().unwrap();
+            run.wait().unwrap();
+            assert!(changed(folder, name) > before, "{arguments}, trial {trial}");
+        }
+    }
+    curve(&folder.join("run.bpk"));
 }

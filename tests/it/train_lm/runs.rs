@@ -172,10 +172,34 @@ fn half_precision_trains_on_any_number_of_ranks() {
 }
 
 #[test]
+fn audits_and_states_on_the_host_change_no_loss() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 3 --eval-every 0 --sample 0 --ranks 2";
+    let losses = |more: &str| {
+        let name = format!("run{more}.jsonl").replace(' ', "");
+        succeed(folder.path(), &format!("{flags}{more} --log {name}"));
+        let log = log(&folder.path().join(name));
+        log.iter().filter_map(|line| line.get("loss").cloned()).collect::<Vec<_>>()
+    };
+    let plain = losses("");
+    assert!(plain.len() >= 3, "{plain:?}");
+    for more in [" --audit-every 1", " --states-on host"] {
+        assert_eq!(losses(more), plain, "{more}");
+    }
+    for (unseen, problem) in [
+        ("--ranks 2 --audit-every 1 --overlap", "set `audit_every` to 0"),
+        ("--ranks 1 --audit-every 1", "audit_every"),
+    ] {
+        rejected(folder.path(), &flags.replace("--ranks 2", unseen), problem);
+    }
+}
+
+#[test]
 fn the_account_of_the_first_step_is_printed_and_logged() {
     let folder = folder();
     let flags = "--data text.rs --batch 2 --steps 2 --eval-every 0 --sample 0 --account";
-    for (more, ranks) in [("--optimizer muon", 1), ("--ranks 1", 1), ("--ranks 2", 2)] {
+    let alone = "--ranks 1 --optimizer dist-muon";
+    for (more, ranks) in [("--optimizer muon", 1), (alone, 1), ("--ranks 2", 2)] {
         let flags = format!("{flags} {more} --log account.jsonl");
         let (_, printed) = succeed_with_output(folder.path(), &flags);
         assert!(printed.contains("| Muon      |"), "{printed}");
@@ -186,6 +210,7 @@ fn the_account_of_the_first_step_is_printed_and_logged() {
         let muon = groups.iter().find(|group| group["updated_by"] == "Muon").unwrap();
         assert_eq!(muon["iterations"], muon["matrices"], "{more}");
         assert_eq!(muon["ranks"].as_array().unwrap().len(), ranks, "{more}");
+        assert_eq!(muon["update_norm"].is_number(), more.contains("ranks"), "{more}: {muon}");
     }
     let unseen = "--data text.rs --optimizer adamw --account";
     rejected(folder.path(), unseen, "--account shows steps of muon");
