@@ -190,6 +190,7 @@ pub mod resuming {}
 /// [`WhenBusy::Refuse`]: crate::checkpoint::WhenBusy::Refuse
 /// [`Saver::with_parts`]: crate::checkpoint::Saver::with_parts
 /// [`Saver::with_patience`]: crate::checkpoint::Saver::with_patience
+/// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/saving-without-waiting.md")]
 pub mod saving_without_waiting {}
 

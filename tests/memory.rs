@@ -295,6 +295,50 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     assert!(2 * four < 3 * alone.max(bucket + SCRATCH), "{four} bytes on 4 ranks, {alone} on one");
 }
 
+/// The bytes that a save in the background allocates until its file is complete, of a model and the
+/// moments of AdamW.
+fn to_save_in_background(saver: checkpoint::Saver, folder: &Path) -> usize {
+    let net = Layers::square(LAYERS, WIDTH, &Device::default().autodiff());
+    let config = MuonConfig::new().with_rule(RoutingRule::adamw(""));
+    // A bucket for every two matrices.
+    let config = DistMuonConfig::new().with_muon(config).with_bucket_mb(Some(0.5));
+    let optim = config.init(&World::alone(Device::default().autodiff()), &net).unwrap();
+    let mut saver = saver;
+    let mut saved = |name: &str| {
+        let before = ALLOCATOR.current_usage();
+        ALLOCATOR.reset_peak_usage();
+        saver.save(folder.join(name), &net, &optim, &0).unwrap();
+        saver.wait().unwrap();
+        ALLOCATOR.peak_usage() - before
+    };
+    // Libraries allocate the memory that they keep at first use.
+    saved("first");
+    saved("second")
+}
+
+#[test]
+fn a_save_in_the_background_allocates_no_more_than_its_limit() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let matrix = 4 * WIDTH * WIDTH;
+    let file = 3 * LAYERS * matrix;
+    let unlimited = to_save_in_background(checkpoint::Saver::new(), folder.path());
+    println!("{unlimited} bytes without a limit, the file has {file}");
+    // The thread reads the tensors themselves.
+    assert!(unlimited <= 2 * matrix + SCRATCH, "{unlimited}");
+    for limit in [1, 2] {
+        let saver = checkpoint::Saver::new().with_host_mb(limit);
+        let bytes = to_save_in_background(saver, folder.path());
+        println!("{bytes} bytes with a limit of {limit} MB");
+        // Tensors that wait, a bucket that is taken apart, and two tensors that are being written.
+        assert!(bytes <= limit * 1_000_000 + 4 * matrix + SCRATCH, "{limit} MB: {bytes}");
+        assert!(bytes < file / 2);
+    }
+}
+
 /// All matrices are in one bucket, whose tensors are cut out one by one.
 #[test]
 fn a_checkpoint_of_one_bucket_allocates_it_once() {

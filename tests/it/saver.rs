@@ -9,7 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bytes, Device};
 use distmuon::checkpoint::{self, Checkpointed, Saver, WhenBusy};
-use distmuon::{Error, MuonConfig, RoutingRule};
+use distmuon::{DistModuleOptimizer, DistMuonConfig, Error, MuonConfig, RoutingRule, World};
 use distmuon_testing::models::{self, Fixed};
 
 fn run() -> (Linear, ModuleOptimizer) {
@@ -228,13 +228,28 @@ fn times_of_saves() {
     let net: Vec<Linear> = (0..8).map(|_| LinearConfig::new(2048, 2048).init(&device)).collect();
     let config = MuonConfig::new().with_rule(RoutingRule::adamw("."));
     println!("{} MB of weights", net.num_params() * 4 / 1_000_000);
-    times("init", (net.clone(), config.init(&net)), |net, optim, gradients| {
-        optim.step(0.01, net, gradients)
-    });
-    let batched = config.init_batched(&net).unwrap();
-    times("init_batched", (net, batched), |net, optim, gradients| {
-        optim.step(0.01, net, gradients).unwrap()
-    });
+    let folders = [(); 5].map(|()| tempfile::tempdir_in(".").unwrap());
+    let folder = |index: usize| folders[index].path();
+    let alone = |net, optim: &mut ModuleOptimizer, gradients| optim.step(0.01, net, gradients);
+    let of_model =
+        |net, optim: &mut DistModuleOptimizer, gradients| optim.step(0.01, net, gradients).unwrap();
+    times("init", (folder(0), Saver::new()), (net.clone(), config.init(&net)), alone);
+    let batched = || config.init_batched(&net).unwrap();
+    times("init_batched", (folder(1), Saver::new()), (net.clone(), batched()), of_model);
+    let limited = Saver::new().with_host_mb(64);
+    times("with_host_mb(64)", (folder(2), limited), (net.clone(), batched()), of_model);
+    for (name, folder, in_parts) in
+        [("2 ranks", folder(3), false), ("2 ranks, in parts", folder(4), true)]
+    {
+        let runs = World::threads_with(World::devices(2), net.clone(), |world, net| {
+            let optim = DistMuonConfig::new().with_muon(config.clone()).init(&world, &net)?;
+            let saver = if in_parts { Saver::new().with_parts() } else { Saver::new() };
+            let name = if world.is_main() { name } else { "" };
+            times(name, (folder, saver), (net, optim), of_model);
+            Ok::<_, Error>(())
+        });
+        runs.unwrap();
+    }
 }
 
 /// The result of a call, and its seconds.
@@ -243,15 +258,15 @@ fn timed<T>(call: impl FnOnce() -> T) -> (T, f64) {
     (call(), start.elapsed().as_secs_f64())
 }
 
+/// Prints under a name, or nothing without one.
 fn times<O: Checkpointed>(
     name: &str,
+    (folder, mut saver): (&Path, Saver),
     (mut net, mut optim): (Vec<Linear>, O),
     step: impl Fn(Vec<Linear>, &mut O, GradientsParams) -> Vec<Linear>,
 ) {
-    let folder = tempfile::tempdir_in(".").unwrap();
-    let mut saver = Saver::new();
     for round in 0..5 {
-        let path = |kind: &str| folder.path().join(format!("{kind}-{}", round % 2));
+        let path = |kind: &str| folder.join(format!("{kind}-{}", round % 2));
         let [first, second] = [0, 1].map(|number| models::gradients(&net, 2 * round + number));
         let (saved, now) = timed(|| checkpoint::save(path("now"), &net, &optim, &round));
         saved.unwrap();
@@ -263,9 +278,11 @@ fn times<O: Checkpointed>(
         (net, beside) = timed(|| step(net, &mut optim, second));
         let (saved, rest) = timed(|| saver.wait());
         saved.unwrap();
-        println!(
-            "{name}: {now:.3} s; in the background {later:.3} s, a step {beside:.3} s, without \
-             {alone:.3} s, then {rest:.3} s of waiting"
-        );
+        if !name.is_empty() {
+            println!(
+                "{name}: {now:.3} s; in the background {later:.3} s, a step {beside:.3} s, without \
+                 {alone:.3} s, then {rest:.3} s of waiting"
+            );
+        }
     }
 }

@@ -169,3 +169,33 @@ fn runs_that_are_killed_while_they_save_leave_complete_checkpoints() {
     }
     curve(&folder.join("run.bpk"));
 }
+
+/// A disk that is full at some point of the file, as a limit on the size of files shows it.
+#[test]
+fn a_save_that_does_not_fit_the_disk_leaves_the_checkpoint_before() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --eval-every 1 --sample 0";
+    succeed(folder.path(), &format!("{flags} --steps 1 --save run.bpk"));
+    let saved = folder.path().join("run.bpk");
+    let before = fs::read(&saved).unwrap();
+    // In blocks of 512 bytes: parts of the file, in which the tokens of the text have room.
+    for percent in [40, 70, 99] {
+        let blocks = before.len() * percent / 100 / 512;
+        let run =
+            train_lm(folder.path(), &format!("{flags} --steps 9 --resume run.bpk --save run.bpk"));
+        let mut limited = Command::new("sh");
+        limited.args(["-c", &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")]);
+        limited.arg(run.get_program()).args(run.get_args()).current_dir(folder.path());
+        let output = limited.output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{percent} %: {stderr}");
+        assert!(
+            stderr.contains("run.bpk") && !stderr.contains("panicked"),
+            "{percent} %: {stderr}"
+        );
+        assert!(fs::read(&saved).unwrap() == before, "{percent} %: the file has changed");
+        let names = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let left: Vec<_> = names.filter(|name| name.to_string_lossy().contains("bpk")).collect();
+        assert_eq!(left, ["run.bpk"], "{percent} %");
+    }
+}
