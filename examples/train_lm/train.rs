@@ -271,9 +271,8 @@ impl Run<'_> {
                 let account = norms.iter().fold(account, Account::with_norms);
                 display.account(step, &account)?;
             }
-            // The account may have asked for norms that nobody else wants.
-            let wants_norms = is_due(step - 1, self.options.diagnose_every);
-            if let Some(norms) = norms.filter(|_| wants_norms) {
+            // The account has asked for norms that may not be wanted otherwise.
+            if let Some(norms) = norms.filter(|_| self.options.diagnose_every > 0) {
                 let groups = norms.groups();
                 if let Some(display) = &training.display {
                     display.diagnostics(step, &groups)?;

@@ -109,14 +109,16 @@ impl Exchange {
         let (keys, archive) = (self.implementation.keys(), states.archive());
         // Names that Burn's AdamW writes are found by this crate's.
         let is_adamw = MOMENTS[..2].iter().all(|name| states.find(path, name).is_some());
-        let mut names = match is_adamw {
+        let names = match is_adamw {
             true => vec![(MOMENTS[0], keys.moments[0]), (MOMENTS[1], keys.moments[1])],
             false => vec![(MOMENTUM, keys.momentum)],
         };
-        names.extend(keys.master.map(|key| (MASTER, key)));
         let key = |key: &str| format!("{OPTIMIZER}{}.{key}", form.name);
         let (mut written, mut used) = (vec![], BTreeSet::new());
-        for (state, name) in names {
+        let is_known = names.iter().all(|(state, _)| states.find(path, state).is_some());
+        // Not alone, as beside the state of an optimizer that the other side does not have.
+        let master = keys.master.filter(|_| is_known).map(|key| (MASTER, key));
+        for (state, name) in names.into_iter().chain(master) {
             let Some((found, stored)) = states.find(path, state) else { continue };
             let shape = (stored.dtype, &*stored.shape);
             let transposes = form.transposes_state && stored.shape.len() == 2;

@@ -33,7 +33,7 @@ def convert(folder, path, steps):
         name = re.sub(r"(^|\.)chained_\d+\.", r"\1", name)
         state = re.fullmatch(rf"optimizer\.state\.({STATES})\.(.+)", name)
         if name.startswith("optimizer.") and not state:
-            continue
+            sys.exit(f"{name} is not known: save with parameters of their own shapes")
         for name, part in layers(state[2] if state else name, tensor):
             file[f"optimizer.{name}.{state[1]}" if state else name] = part.contiguous()
             if state and state[1] == "exp_avg":

@@ -15,9 +15,9 @@ use distmuon::{
     DistMuonConfig, Error, LionConfig, MasterWeights, MuonConfig, Result, RoutingRule, StateDtype,
     World,
 };
-use distmuon_testing::device::{has_type, is_flex};
+use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Layers, weights};
-use distmuon_testing::precision::{LR, Net, config, dist, gradients};
+use distmuon_testing::precision::{LR, Net, config, dist, gradients, has};
 use distmuon_testing::soap::Soap;
 
 fn device() -> Device {
@@ -43,7 +43,7 @@ fn cases() -> Vec<(&'static str, DType, DistMuonConfig)> {
     if device().supports_dtype(DType::I8) {
         cases.push(("8 bits", DType::F32, dist(full().with_state_dtype(StateDtype::Int8))));
     }
-    if has_type(FloatDType::BF16) {
+    if has(FloatDType::BF16) {
         cases.push(("masters", DType::BF16, dist(full())));
         cases.push(("mantissas", DType::BF16, dist(config(MasterWeights::Mantissa))));
     }

@@ -31,10 +31,13 @@ pub struct Audits {
     on_failure: OnAuditFailure,
     /// The buckets of matrices.
     buckets: Vec<usize>,
-    /// The number of the last step of the run, by the positions in the schedules.
+    /// The number of the present step, counted from one since the run began, and of the last step
+    /// that was taken, since the optimizer was made or loaded.
     step: usize,
-    /// The checksums of this rank's states of the bucket of the next audit, after the last step.
-    kept: Option<Vec<u64>>,
+    taken: usize,
+    /// The bucket of the next audit, and the checksums of this rank's states of it after the last
+    /// step.
+    kept: Option<(usize, Vec<u64>)>,
 }
 
 /// The audit of a step.
@@ -79,7 +82,7 @@ impl Audits {
     /// - [`Error::Parameter`] for a matrix that is divided among ranks.
     pub fn new(config: &DistMuonConfig, divided: &DividedModel, shards: &[Shard]) -> Result<Self> {
         let (every, on_failure) = (config.audit_every, config.on_audit_failure);
-        let audits = Self { every, on_failure, buckets: vec![], step: 0, kept: None };
+        let audits = Self { every, on_failure, buckets: vec![], step: 0, taken: 0, kept: None };
         if every == 0 {
             return Ok(audits);
         }
@@ -120,7 +123,9 @@ impl Audits {
             return None;
         }
         // Of the run and not of the process: a run that is often resumed takes all buckets in turn.
-        self.step = divided.times().into_iter().max().unwrap_or(0) + 1;
+        // The positions in the schedules may stand still, where parameters have no gradient.
+        let of_run = divided.times().into_iter().max().unwrap_or(0);
+        self.step = of_run.max(self.taken) + 1;
         // Taken in every step: the checksums are of the states right before the next one.
         let kept = self.kept.take();
         let bucket = self.due(self.step)?;
@@ -130,20 +135,27 @@ impl Audits {
             gradients: vec![],
             on_failure: self.on_failure,
             // Without earlier ones, as after a load, the present ones.
-            before: kept.unwrap_or_else(|| sums(&shards[bucket])),
+            before: kept
+                .filter(|(kept, _)| *kept == bucket)
+                .map_or_else(|| sums(&shards[bucket]), |(_, sums)| sums),
             matrices: matrices(&shard.bucket, divided),
             shard,
         })
     }
 
-    /// Ends a step: takes the checksums of what the next one will audit.
-    pub fn end(&mut self, shards: &[Shard]) {
-        self.kept = self.due(self.step + 1).map(|bucket| sums(&shards[bucket]));
+    /// Ends a step, or one that was skipped and will be taken again: takes the checksums of what
+    /// the next one will audit.
+    pub fn end(&mut self, shards: &[Shard], is_taken: bool) {
+        if is_taken {
+            self.taken = self.step;
+        }
+        let next = if is_taken { self.step + 1 } else { self.step };
+        self.kept = self.due(next).map(|bucket| (bucket, sums(&shards[bucket])));
     }
 
-    /// Forgets checksums: the states are others now.
+    /// Forgets the steps and the checksums: the states are others now.
     pub fn forget(&mut self) {
-        self.kept = None;
+        (self.taken, self.kept) = (0, None);
     }
 
     /// The bucket that is audited in a step, counted from one.
@@ -470,10 +482,18 @@ mod tests {
                 let DistModuleOptimizer { divided, shards, checks, .. } = &mut optim;
                 let audit = checks.audits.begin(divided, shards);
                 buckets.push(audit.map(|audit| audit.bucket));
-                checks.audits.end(shards);
+                if step % 3 == 0 {
+                    // Skipped, as by loss scaling, and taken again.
+                    checks.audits.end(shards, false);
+                    let again = checks.audits.begin(divided, shards);
+                    assert_eq!(again.map(|audit| audit.bucket), buckets[buckets.len() - 1]);
+                }
+                checks.audits.end(shards, true);
                 // Taken before the step that audits, and only then.
                 assert_eq!(checks.audits.kept.is_some(), step % 2 == 1);
-                divided.advance(&present);
+                if step % 5 > 0 {
+                    divided.advance(&present); // or no parameter had a gradient
+                }
             }
             Ok(buckets)
         });

@@ -431,6 +431,12 @@ impl<'a> StepInProgress<'a> {
             let tensors = UpdateTensors { gradients, values };
             shard.update(tensors, decisions, diverged, observations)
         };
+        if self.shards[bucket].states_leave() {
+            // Before they are read: what the device could not compute has no values to take away.
+            let values = self.shards[bucket].parameters().zip(&updated);
+            let values = values.map(|((index, _), value)| (self.divided.path(index), value));
+            ensure_all_computed(values)?;
+        }
         self.end_audit(bucket, controls, audited, &updated)?;
         // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
@@ -444,7 +450,7 @@ impl<'a> StepInProgress<'a> {
     }
 
     /// Brings the states of a bucket to the model's device, if they lie elsewhere, and the states
-    /// of the next bucket, which are on their way while this one is updated.
+    /// of the next bucket, so that its update can be queued without waiting for them.
     fn bring_states(&mut self, bucket: usize) {
         if !self.shards[bucket].states_leave() {
             return;

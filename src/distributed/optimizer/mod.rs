@@ -315,8 +315,8 @@ impl DistModuleOptimizer {
 
     /// Returns the bytes of the tensors that this rank holds. Prints as a table.
     ///
-    /// A [user's optimizer](crate::custom) does not say what its states take. Each call copies them
-    /// to the host, one at a time, to count them.
+    /// A [user's optimizer](crate::custom) does not say what its states take: each call lists their
+    /// tensors.
     pub fn memory(&self) -> MemoryReport {
         let DividedModel { passes, world, .. } = &self.divided;
         let own = self.shards.iter().map(Shard::own_bytes).sum();

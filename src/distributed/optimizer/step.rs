@@ -82,7 +82,7 @@ impl DistModuleOptimizer {
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
-        self.checks.audits.end(shards);
+        self.checks.audits.end(shards, is_taken);
         // A step that loss scaling skips is not a step of the schedules, and has no norms.
         if is_taken {
             self.accounting.end(&inputs.present, divided)?;
