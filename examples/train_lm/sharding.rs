@@ -72,9 +72,9 @@ pub struct Sharding {
     pub states_on: StatesPlace,
     /// Steps between two audits; 0 for none.
     ///
-    /// In an audit, every rank computes matrices of another again, and both compare bits.
+    /// Every rank then computes matrices of another again, to compare bits.
     ///
-    /// For whole parameters and without --overlap, which is then off by default.
+    /// For whole parameters, and without --overlap, which is then off.
     #[arg(long, value_name = "STEPS", default_value_t = 0, help_heading = "Ranks")]
     pub audit_every: usize,
 }
