@@ -55,9 +55,9 @@ pub struct MemoryReport {
     pub masters: Usage,
     /// Momentum, moments and everything else in the state of this rank's shards.
     pub states: Usage,
-    /// Master weights and states that are on the host, with
-    /// [`StatesOn::Host`](super::StatesOn::Host), and do not count in `masters` and `states`
-    /// meanwhile. Not in `total`, which is of the model's device.
+    /// Master weights and states that are on the host, and do not count in `masters` and `states`
+    /// meanwhile: see [`StatesOn::Host`](crate::distributed::StatesOn::Host). Not in `total`, which
+    /// is of the model's device.
     pub on_host: Usage,
     /// Buffers for sending and receiving of the collectives of a step in flight, which may last
     /// until the new parameters are used.
