@@ -18,9 +18,9 @@ pub(crate) fn is_on_host(device: &Device) -> bool {
 
 /// The same values in the memory of the host.
 ///
-/// What Burn reads from a CubeCL device is copied when its bytes are first used: from a buffer that
-/// an operation in place may have changed since, and which the bytes keep to their end. Data that
-/// outlives the next operation on its tensor has to go through this function.
+/// Burn copies the values of a tensor of CubeCL's when their bytes are first used: from a buffer
+/// that an operation in place may have changed since, and which the bytes keep to their end. Data
+/// that outlives the next operation on its tensor has to go through this function.
 pub(crate) fn copied(data: TensorData) -> TensorData {
     if data.bytes().property() != AllocationProperty::Device {
         return data;
@@ -29,7 +29,7 @@ pub(crate) fn copied(data: TensorData) -> TensorData {
     TensorData::from_bytes_vec(bytes.to_vec(), shape, dtype)
 }
 
-/// A tensor on another device, of which the former device keeps nothing.
+/// A tensor on another device. A device that it leaves for the host keeps nothing of it.
 pub(crate) fn moved<const D: usize, K: Basic>(
     tensor: Tensor<D, K>,
     device: &Device,

@@ -148,9 +148,8 @@ impl Sharding {
             "--ahead-mb limits what --owned and --rows gather; give one of them, or leave it out"
         );
         ensure!(
-            self.in_flight_mb.is_none()
-                || self.is_divided()
-                || self.overlap.unwrap_or(self.audit_every == 0),
+            // With any number of ranks above one, on which alone messages are sent.
+            self.in_flight_mb.is_none() || self.is_divided() || self.overlaps(2),
             "--in-flight-mb limits gradients that a backward pass reduces; leave --overlap=false \
              out"
         );

@@ -11,6 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use crate::backend::{FlaggedRows, KernelPolicy, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
+use crate::host::copied;
 use crate::update::{
     CountSlot, Decision, ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Reserved, Rule,
     SKIPPED, SkippedSteps, Slot, Slots, TIME, UpdateTensors, WholeParameter, WholeUpdate, clip,
@@ -161,7 +162,11 @@ impl DynOptimizer for Whole {
     fn state_flatten(&self, prefix: &str, state: &DynState, out: &mut StateSink) {
         let state: &WholeState = state.downcast_ref();
         state.slots.flatten(prefix, out);
+        let slots = out.tensors.len();
         self.update.flatten(state.own.as_ref(), prefix, out);
+        // Nobody knows when the record will be used.
+        let own = out.tensors.split_off(slots);
+        out.tensors.extend(own.into_iter().map(|(name, data)| (name, copied(data))));
         out.push_scalar(prefix, TIME, state.time.into());
     }
 

@@ -15,7 +15,6 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
 use crate::backend::precise_dtype;
-use crate::host::copied;
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
@@ -91,7 +90,7 @@ impl WholeUpdate {
     /// The bytes of the optimizer's own state.
     pub fn own_bytes(&self, own: Option<&DynState>) -> usize {
         let mut sink = StateSink::default();
-        own.iter().for_each(|own| self.optimizer.erased().state_flatten("", own, &mut sink));
+        self.flatten(own, "", &mut sink);
         sink.tensors.iter().map(|(_, data)| data.bytes().len()).sum()
     }
 
@@ -113,15 +112,12 @@ impl WholeUpdate {
         self.own_bytes(self.optimizer.state_after_step(shape.len(), tensors).as_ref())
     }
 
-    /// Writes the optimizer's own state to a record.
+    /// Writes the optimizer's own state to a record. Its values have to be used before the next
+    /// step, or [copied](crate::host::copied).
     pub fn flatten(&self, own: Option<&DynState>, prefix: &str, out: &mut StateSink) {
-        let Some(state) = own else { return };
-        let first = out.tensors.len();
-        self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
-        // Copies, since the next step may change the values in place.
-        let tensors = out.tensors.drain(first..).map(|(name, data)| (name, copied(data)));
-        let tensors: Vec<_> = tensors.collect();
-        out.tensors.extend(tensors);
+        if let Some(state) = own {
+            self.optimizer.erased().state_flatten(&join_path(prefix, OWN_STATE), state, out);
+        }
     }
 
     /// Reads the optimizer's own state from a record: `Some(None)` if nothing was recorded, `None`

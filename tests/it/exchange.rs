@@ -13,9 +13,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use distmuon::exchange::{Exchange, Implementation};
 use distmuon::{
-    AdamWConfig, DistMuonConfig, Error, LrScale, MasterWeights, MatrixLayout, MomentumConfig,
-    MomentumForm, MuonConfig, NewtonSchulzConfig, Recipe, RoutingRule, WeightDecay, World,
-    checkpoint,
+    AdamWConfig, Coefficients, DistMuonConfig, Error, IterationDtype, LrScale, MasterWeights,
+    MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, NewtonSchulzConfig, Recipe,
+    RoutingRule, WeightDecay, World, checkpoint,
 };
 use distmuon_testing::excused;
 use distmuon_testing::models::{self, Fixed};
@@ -240,6 +240,15 @@ fn files_have_the_names_shapes_and_types_of_pytorch() {
 /// The code bases of which there are runs.
 const GOLDEN: [Implementation; 2] = [Implementation::Torch, Implementation::KellerJordan];
 
+/// The iteration of all runs of other code bases.
+fn iteration() -> NewtonSchulzConfig {
+    NewtonSchulzConfig::new()
+        .with_coefficients(Coefficients::KellerJordan)
+        .with_steps(Some(5))
+        .with_epsilon(1e-7)
+        .with_dtype(IterationDtype::F32)
+}
+
 /// Settings of the runs in `tests/data/torch_run.py`.
 fn settings(implementation: Implementation) -> MuonConfig {
     let recipe = match implementation {
@@ -251,12 +260,8 @@ fn settings(implementation: Implementation) -> MuonConfig {
         .with_beta_2(0.95)
         .with_epsilon(1e-8)
         .with_weight_decay(0.01);
-    let iteration = NewtonSchulzConfig::new()
-        .with_coefficients(distmuon::Coefficients::KellerJordan)
-        .with_steps(Some(5))
-        .with_epsilon(1e-7);
     MuonConfig::preset(recipe, 1)
-        .with_newton_schulz(iteration.with_dtype(distmuon::IterationDtype::F32))
+        .with_newton_schulz(iteration())
         .with_momentum(0.95.into())
         .with_weight_decay(0.1.into())
         .with_lr_scale(LrScale::Original)
@@ -366,13 +371,24 @@ impl ModuleMapper for Named<'_> {
         if self.takes {
             return param.map(|_| Tensor::from_inner(value).require_grad());
         }
-        let norm = |tensor: Tensor<D>| tensor.square().sum().sqrt().into_scalar::<f32>();
         let before: Tensor<D> = self.trajectory.tensor(&self.before, &path);
-        let error = norm(param.val().inner() - value.clone()) / norm(value - before);
-        assert!(error.is_finite(), "{path}");
-        self.error = self.error.max(error.into());
+        self.error = self.error.max(relative_error(param.val().inner(), value, before, &path));
         param
     }
+}
+
+/// The distance of a parameter to its expected value, in units of the distance from the value
+/// before to the expected one.
+fn relative_error<const D: usize>(
+    actual: Tensor<D>,
+    expected: Tensor<D>,
+    before: Tensor<D>,
+    path: &str,
+) -> f64 {
+    let norm = |tensor: Tensor<D>| tensor.square().sum().sqrt().into_scalar::<f32>();
+    let error = norm(actual - expected.clone()) / norm(expected - before);
+    assert!(error.is_finite(), "{path}");
+    error.into()
 }
 
 /// A file of `tests/data/torch_run.py`.
@@ -467,14 +483,6 @@ impl OneLayer {
         gradients.register(self.layer.weight.id, gradient);
         optim.step(LR, self, gradients)
     }
-
-    /// The distance to a weight, in units of its distance to the start.
-    fn error(&self, weight: Tensor<2>, start: Tensor<2>) -> f64 {
-        let norm = |tensor: Tensor<2>| tensor.square().sum().sqrt().into_scalar::<f32>();
-        let error = norm(self.layer.weight.val().inner() - weight.clone()) / norm(weight - start);
-        assert!(error.is_finite());
-        error.into()
-    }
 }
 
 /// The learning rate of the recorded runs.
@@ -502,14 +510,9 @@ impl Recorded {
             }
         };
         let form = form(implementation);
-        let iteration = NewtonSchulzConfig::new()
-            .with_coefficients(distmuon::Coefficients::KellerJordan)
-            .with_steps(Some(5))
-            .with_epsilon(1e-7)
-            .with_dtype(distmuon::IterationDtype::F32);
         let momentum = MomentumConfig::new().with_momentum(0.95.into()).with_form(form);
         let config = MuonConfig::new()
-            .with_newton_schulz(iteration)
+            .with_newton_schulz(iteration())
             .with_momentum(momentum)
             .with_weight_decay(decay)
             .with_lr_scale(scale)
@@ -550,7 +553,8 @@ impl Recorded {
         for step in steps {
             net = net.step(optim, self.tensor(&format!("grad.0.{step}")));
             let expected = self.tensor(&format!("param.0.{step}"));
-            worst = worst.max(net.error(expected, self.tensor("param.0.init")));
+            let (actual, start) = (net.layer.weight.val().inner(), self.tensor("param.0.init"));
+            worst = worst.max(relative_error(actual, expected, start, "layer.weight"));
         }
         (net, worst)
     }

@@ -451,11 +451,11 @@ impl Shard {
     /// Sets the values that [`state`](Self::state) returns.
     pub fn set_state(&mut self, slot: &str, values: &Tensor<1>) {
         let mut end = 0;
-        let away = self.states_device.clone().filter(|_| self.are_states_away);
+        let away = self.states_device.as_ref().filter(|_| self.are_states_away);
         for batch in self.batches.iter_mut().filter(|batch| batch.state.has(slot)) {
             let [count] = batch.state.get(slot).dims();
             let new = flat::slice(values, end..end + count);
-            batch.state.put(slot, away.iter().fold(new, moved));
+            batch.state.put(slot, if let Some(device) = away { moved(new, device) } else { new });
             // The counts on the host are of the former state.
             batch.clocks = Clocks::default();
             end += count;
@@ -494,7 +494,8 @@ impl Shard {
             let Batch { runs, elements, row, state, .. } = batch;
             let (runs, matrices) = (&self.runs[runs.clone()], elements.len() / row);
             let of_slot = |name: &'static str| {
-                let values = self.on_device(state.get(name));
+                // Hashed on the host, wherever they lie.
+                let values = state.get(name);
                 // Slots have the values of one matrix after the other.
                 let each = values.dims()[0] / matrices;
                 let matrix = |element: usize| (element - elements.start) / row * each;

@@ -186,7 +186,7 @@ impl DistMuonConfig {
 
 /// Bytes of the states of a rank's shard of a bucket.
 #[derive(Default)]
-struct StateBytes {
+struct StatesOfBucket {
     /// Momentum and moments.
     slots: usize,
     masters: usize,
@@ -216,9 +216,9 @@ impl PlannedRank<'_> {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();
         let parameters = of_model.map(|known| bytes_of_parameter(known, &passes)).sum();
-        let of_buckets: Vec<StateBytes> =
+        let of_buckets: Vec<StatesOfBucket> =
             plan.buckets().iter().map(|bucket| self.states(bucket, rank, own)).collect();
-        let sum = |of: fn(&StateBytes) -> usize| of_buckets.iter().map(of).sum::<usize>();
+        let sum = |of: fn(&StatesOfBucket) -> usize| of_buckets.iter().map(of).sum::<usize>();
         let (slots, masters, own) =
             (sum(|of| of.slots), sum(|of| of.masters), sum(|of| of.of_users));
         let memory = RankMemory {
@@ -283,7 +283,7 @@ impl PlannedRank<'_> {
     }
 
     /// Bytes of the states of a rank's shard of a bucket.
-    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> StateBytes {
+    fn states(&self, bucket: &Bucket, rank: usize, own: &mut OwnBytes) -> StatesOfBucket {
         let updates = self.routing.updates();
         let of = |table: Vec<Slot>, batch: [usize; 3]| {
             let (masters, slots): (Vec<Slot>, Vec<Slot>) =
@@ -291,7 +291,7 @@ impl PlannedRank<'_> {
             let [masters, slots] = [masters, slots].map(|slots| -> usize {
                 slots.iter().map(|slot| slot.bytes(batch, bucket.dtype)).sum()
             });
-            StateBytes { masters, slots, of_users: 0 }
+            StatesOfBucket { masters, slots, of_users: 0 }
         };
         if matches!(bucket.kind, BucketKind::Elements | BucketKind::Replicated) {
             // One batch of all rows, also of zeros.
@@ -302,7 +302,7 @@ impl PlannedRank<'_> {
                 batch,
             );
         }
-        bucket.runs(rank).into_iter().fold(StateBytes::default(), |sum, run| {
+        bucket.runs(rank).into_iter().fold(StatesOfBucket::default(), |sum, run| {
             let parameter = &self.trainable.trainable[run.parameter];
             let batch = match parameter.kind {
                 UpdateKind::Muon { matrices, .. } => {
@@ -311,8 +311,8 @@ impl PlannedRank<'_> {
                 }
                 UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => parameter.batch(),
             };
-            let StateBytes { slots, masters, .. } = of(parameter.slots(updates), batch);
-            StateBytes {
+            let StatesOfBucket { slots, masters, .. } = of(parameter.slots(updates), batch);
+            StatesOfBucket {
                 slots: sum.slots + slots,
                 masters: sum.masters + masters,
                 of_users: sum.of_users + own.of(self, parameter),
