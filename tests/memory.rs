@@ -223,15 +223,23 @@ const LAYERS: usize = 24;
 const WIDTH: usize = 256;
 
 /// The largest memory of all ranks together on the host to save and to load, in bytes.
-fn to_save_and_load(ranks: usize, config: &DistMuonConfig, path: &Path) -> [usize; 2] {
+fn to_save_and_load(
+    ranks: usize,
+    config: &DistMuonConfig,
+    layout: fn(&Mesh) -> Layout,
+    path: &Path,
+) -> [usize; 2] {
     let together = Barrier::new(ranks);
     let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
-        let net = world.broadcast(Layers::square(LAYERS, WIDTH, world.device()))?;
-        let mut optim = config.init(&world, &net)?;
+        let layout = layout(&Mesh::flat(&world));
+        let (net, mut optim) =
+            config.start(&layout, Layers::square(LAYERS, WIDTH, world.device()))?;
         // The optimizers of users make their states in a step.
         let loss = net.layers.iter().map(|layer| layer.weight.val().sum());
         let loss = loss.reduce(|sum, of_layer| sum + of_layer).expect("layers");
-        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        let gradients = optim.backward(&loss, &net)?;
+        // The graph has the weights that it gathered.
+        drop(loss);
         let net = optim.step(0.01, net, gradients)?;
         // No rank works between two barriers.
         let start = || {
@@ -275,9 +283,9 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     let bucket = 2 * matrix;
     let config = DistMuonConfig::new().with_bucket_mb(Some(0.5));
     // Libraries allocate the memory that they keep at first use.
-    to_save_and_load(2, &config, &path);
+    to_save_and_load(2, &config, Layout::new, &path);
     let peaks = [1, 2, 4].map(|ranks| {
-        let [saved, loaded] = to_save_and_load(ranks, &config, &path);
+        let [saved, loaded] = to_save_and_load(ranks, &config, Layout::new, &path);
         let times = |bytes: usize| bytes as f64 / state as f64;
         println!(
             "{ranks} ranks: {saved} to save ({:.2} of the state), {loaded} to load ({:.2})",
@@ -293,6 +301,34 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     }
     let [(alone, _), .., (four, _)] = peaks;
     assert!(2 * four < 3 * alone.max(bucket + SCRATCH), "{four} bytes on 4 ranks, {alone} on one");
+}
+
+#[test]
+fn a_divided_model_is_saved_and_loaded_in_buckets_and_single_parameters() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let matrix = 4 * WIDTH * WIDTH;
+    let bucket = 2 * matrix;
+    let config = DistMuonConfig::new().with_bucket_mb(Some(0.5));
+    let layouts: [Named; 2] = [
+        ("owned", |mesh| Layout::new(mesh).owned("dp")),
+        ("rows", |mesh| Layout::new(mesh).rows("dp")),
+    ];
+    for (name, layout) in layouts {
+        // Libraries allocate the memory that they keep at first use.
+        to_save_and_load(2, &config, layout, &path);
+        for ranks in [2, 4] {
+            let [saved, loaded] = to_save_and_load(ranks, &config, layout, &path);
+            println!("{name}, {ranks} ranks: {saved} to save, {loaded} to load");
+            // As for a model that every rank has: a bucket of states, or a gathered parameter with
+            // its copy, on the way to the file.
+            assert!(saved <= 4 * bucket + SCRATCH, "{name}, {ranks}: {saved}");
+        }
+    }
 }
 
 /// The bytes that a save in the background allocates until its file is complete, of a model and the
@@ -350,8 +386,8 @@ fn a_checkpoint_of_one_bucket_allocates_it_once() {
     let path = folder.path().join("run.bpk");
     let matrix = 4 * WIDTH * WIDTH;
     let config = DistMuonConfig::new().with_bucket_mb(Some(1000.0));
-    to_save_and_load(1, &config, &path);
-    let [saved, _] = to_save_and_load(1, &config, &path);
+    to_save_and_load(1, &config, Layout::new, &path);
+    let [saved, _] = to_save_and_load(1, &config, Layout::new, &path);
     // The gathered bucket, its copy on the host, and two of its tensors that are being written.
     assert!(saved <= (2 * LAYERS + 2) * matrix + SCRATCH, "{saved} bytes, a matrix has {matrix}");
 }
@@ -368,11 +404,11 @@ fn a_checkpoint_allocates_one_state_of_a_users_optimizer_at_a_time() {
         .with_optimizer("lamb", LambConfig::new().build())
         .with_rule(RoutingRule::custom("", "lamb"));
     let config = DistMuonConfig::new().with_muon(muon);
-    to_save_and_load(2, &config, &path);
+    to_save_and_load(2, &config, Layout::new, &path);
     // Two moments of a layer.
     let state = 2 * 4 * WIDTH * WIDTH;
     for ranks in [1, 2, 4] {
-        let [saved, _] = to_save_and_load(ranks, &config, &path);
+        let [saved, _] = to_save_and_load(ranks, &config, Layout::new, &path);
         // A state in two forms at its owner, and received, taken apart and written by rank 0.
         assert!(saved <= 6 * state + SCRATCH, "{ranks} ranks: {saved}, a state is {state}");
         assert!(saved < LAYERS * state / 2, "{ranks} ranks: {saved}");

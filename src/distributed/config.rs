@@ -45,7 +45,8 @@ pub enum Publish {
     /// on all ranks before. A failure of another rank after the step makes parameters NaN, and the
     /// next step, save or `finish_publication` returns it. A clone that is frozen or unfrozen
     /// between a step and the first use freezes its original as well, which the next step rejects.
-    /// A layer that is frozen and trained again in between still gets the gradients of a clone.
+    /// A layer that is frozen and trained again in between still gets the gradients of a clone, as
+    /// in any of Burn's models before its first use.
     AtFirstUse,
 }
 

@@ -28,6 +28,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_on_their_way_can_be_frozen,
     frozen_parameters_on_their_way_can_be_trained_again,
     clones_that_freeze_parameters_on_their_way_are_rejected,
+    a_layer_on_its_way_that_is_frozen_and_trained_again_shares_its_clone_as_in_burn,
     a_failure_after_a_step_is_returned_by_the_next_call,
 ];
 
@@ -289,6 +290,31 @@ fn clones_that_freeze_parameters_on_their_way_are_rejected() {
                 }
             }
         }
+    }
+}
+
+/// Burn's clones of a parameter that has no value yet are one parameter. The limit goes when Burn's
+/// own models no longer have it.
+fn a_layer_on_its_way_that_is_frozen_and_trained_again_shares_its_clone_as_in_burn() {
+    let is_shared = |pair: Pair| {
+        let clone = pair.clone();
+        let first = pair.first.no_grad().set_require_grad(true);
+        let gradients = GradientsParams::from_grads(clone.loss().backward(), &first);
+        gradients.get::<2>(first.weight.id).is_some()
+    };
+    let device = crate::device();
+    let layer = || LinearConfig::new(32, 32).with_bias(false).init(&device);
+    let lazy = Pair { first: layer(), second: layer() };
+    assert!(!lazy.first.weight.is_initialized() && is_shared(lazy));
+    assert!(!is_shared(Pair::new(&device)));
+    for (publish, expected) in [(Publish::Now, false), (Publish::AtFirstUse, true)] {
+        let run = ranks_here(2, |world| {
+            let pair = world.broadcast(Pair::new(world.device()))?;
+            let mut optim = pair_config().with_publish(publish).init(&world, &pair)?;
+            let gradients = pair.gradients();
+            Ok(is_shared(optim.step(0.1, pair, gradients)?))
+        });
+        assert_eq!(run.unwrap(), [expected; 2], "{publish:?}");
     }
 }
 

@@ -147,3 +147,21 @@ impl ModuleDisplayDefault for Version {
 }
 
 impl ModuleDisplay for Version {}
+
+/// The identity of a part's values. Equal ones have one leaf, or no leaf and one version.
+#[derive(Debug, Clone, Copy)]
+pub struct Values {
+    /// The leaf of a graph. `None` without autodiff.
+    pub leaf: Option<u64>,
+    /// `None` for a part that a step has made and no pass has used.
+    pub version: Option<Version>,
+}
+
+impl PartialEq for Values {
+    fn eq(&self, other: &Self) -> bool {
+        match (self.leaf, other.leaf) {
+            (None, None) => self.version == other.version,
+            (leaf, other) => leaf == other,
+        }
+    }
+}

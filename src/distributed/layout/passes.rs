@@ -25,13 +25,13 @@ use burn::tensor::{Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::MicroBatches;
-use super::identity::Version;
+use super::identity::{Values, Version};
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{GraphOrder, Link, identity};
 pub use message::Message;
-use state::{Arrived, Flight, Locked, OwnedPart, PassMode, PassState, Uses, Values};
+use state::{Arrived, Flight, Locked, OwnedPart, PassMode, PassState, Uses};
 pub use state::{PassBytes, Publishing, ReportedBytes};
 
 /// The weights that are kept between the forward and the backward pass.
@@ -176,7 +176,7 @@ impl Passes {
         let is_trained = part.is_require_grad() && !is_reading;
         // The identity of the values decides whether what was gathered ahead is still right.
         // Without autodiff there is no leaf, and the number takes its place.
-        let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
+        let values = Values { leaf: identity(&part), version: Some(version) };
         let inner = part.clone().without_autodiff();
         let device = inner.device();
         let used = OwnedPart { values, tensor: inner };

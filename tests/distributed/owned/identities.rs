@@ -6,7 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
-use distmuon::{GradientBuffer, Result};
+use distmuon::{Error, GradientBuffer, Result};
 use distmuon_testing::models::{assert_same_weights, bits, values, weights};
 use distmuon_testing::worlds::Folder;
 
@@ -221,6 +221,72 @@ pub fn micro_batches_of_other_values_are_rejected() {
     });
     for error in errors.unwrap() {
         assert!(error.to_string().contains("`Layout::accumulate`"), "{error}");
+    }
+}
+
+/// A use of a model or of its clone with other values, with gradients or without.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Use {
+    Model,
+    Clone,
+    EvaluatedModel,
+    EvaluatedClone,
+}
+
+/// The outcome of passes on two ranks, each with uses of its own, after some steps.
+fn outcomes_of_uses(uses: [&[Use]; 2], steps: usize, publish: Publish) -> Vec<Result<()>> {
+    let run = ranks_here(2, |world| {
+        let device = world.device();
+        let layout = layout(&world, (true, true));
+        let (net, optim) = advance(&layout, start(&layout, publish)?, 0..steps)?;
+        let other = net.clone().map(&mut Scaled(1.5));
+        let mut loss = Tensor::<1>::zeros([1], device);
+        for step in uses[world.rank()] {
+            let data = || tokens(world.rank(), 5, device);
+            let inner = || data().inner();
+            match step {
+                Use::Model => loss = loss + net.loss(data()),
+                Use::Clone => loss = loss + other.loss(data()),
+                Use::EvaluatedModel => drop(net.valid().loss(inner())),
+                Use::EvaluatedClone => drop(other.valid().loss(inner())),
+            }
+        }
+        let outcome = layout.backward(&loss, &net).map(drop);
+        // Parts may still be on their way: the ranks wait for them when they drop the optimizer.
+        drop(optim);
+        Ok(outcome)
+    });
+    run.unwrap()
+}
+
+pub fn values_of_other_models_at_one_place_are_rejected() {
+    use Use::{Clone, EvaluatedClone, EvaluatedModel, Model};
+    let clone_alone: [&[Use]; 2] = [&[Clone], &[Model]];
+    let swapped: [&[Use]; 2] = [&[Clone, Model], &[Model, Clone]];
+    let evaluated: [&[Use]; 2] = [&[EvaluatedClone, Model], &[EvaluatedModel, Model]];
+    let swapped_twice: [&[Use]; 2] =
+        [&[EvaluatedClone, EvaluatedModel, Model], &[EvaluatedModel, EvaluatedClone, Model]];
+    for uses in [clone_alone, swapped, evaluated, swapped_twice] {
+        for (steps, publish) in [(0, Publish::Now), (2, Publish::Now), (2, Publish::AtFirstUse)] {
+            let what = format!("{uses:?}, {steps}, {publish:?}");
+            for outcome in outcomes_of_uses(uses, steps, publish) {
+                let error = outcome.expect_err(&what);
+                let text = error.to_string();
+                // Before the first step, nothing is gathered ahead. Later, one rank may gather what
+                // the other has already, and the engine finds it first.
+                let is_found = match error {
+                    Error::Mismatch { .. } => steps > 0 || text.contains("used `"),
+                    Error::Engine { .. } | Error::PeerFailed { .. } => steps > 0,
+                    _ => false,
+                };
+                assert!(is_found && text.contains("rank"), "{what}: {text}");
+            }
+            for alike in uses {
+                for outcome in outcomes_of_uses([alike; 2], steps, publish) {
+                    outcome.expect(&what);
+                }
+            }
+        }
     }
 }
 

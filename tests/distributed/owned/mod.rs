@@ -70,6 +70,7 @@ use identities::{
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
+    values_of_other_models_at_one_place_are_rejected,
 };
 use messages::{
     a_large_gradient_is_sent_once_and_its_sum_once_more,
@@ -134,6 +135,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_with_new_identities_are_trained,
     gradients_under_other_identities_are_rejected,
     micro_batches_of_other_values_are_rejected,
+    values_of_other_models_at_one_place_are_rejected,
     averages_are_those_of_whole_parameters,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
     a_divided_base_is_held_in_parts_and_never_reduced,

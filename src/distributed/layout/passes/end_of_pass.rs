@@ -6,7 +6,7 @@ use super::reduce_gradients::{MeanGradient, mean_of};
 use super::state::{LeafUses, PassState, UsesOfRanks};
 use super::{Passes, SharingGroup};
 use crate::distributed::layout::identity::Identities;
-use crate::distributed::layout::pass_calls::{Event, Events};
+use crate::distributed::layout::pass_calls::{Age, Event, Events};
 use crate::error::{Error, Result};
 
 impl Passes {
@@ -153,7 +153,9 @@ impl Passes {
         let rank = self.groups.world.rank();
         let difference = |first: &Events, local: &Events| {
             let [first, local] = first.difference(local)?.map(|event| match event {
-                Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
+                Some(Event::Gather(index, age)) => {
+                    format!("used `{}` {}", self.parameters[index].path, of_values(age))
+                }
                 Some(Event::Reduce(index)) => {
                     format!("had a gradient of `{}`", self.parameters[index].path)
                 }
@@ -181,5 +183,15 @@ impl Passes {
             return error;
         }
         error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
+    }
+}
+
+/// Says which values of a parameter a rank has gathered.
+fn of_values(age: Option<Age>) -> String {
+    match age {
+        None => "of the last step".to_owned(),
+        Some(Age::New) => "with new values".to_owned(),
+        Some(Age::Uses(0)) => "with the values of its last use".to_owned(),
+        Some(Age::Uses(others)) => format!("with values that were gathered before {others} others"),
     }
 }

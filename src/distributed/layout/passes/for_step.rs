@@ -9,7 +9,7 @@ use burn::tensor::{Device, Shape, Tensor};
 
 use super::Passes;
 use super::reduce_gradients::has_gradient;
-use super::state::{LeafUses, Values};
+use super::state::LeafUses;
 use crate::distributed::layout::PassParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_if_trained};
@@ -57,7 +57,7 @@ impl Passes {
             uses.in_pass.clear();
             // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
             // that was frozen just before a step shares its buffers with the step's parts.
-            uses.evaluated.take_if(|part| matches!(part.values, Values::Version(_)));
+            uses.evaluated.take_if(|part| part.values.leaf.is_none());
         }
     }
 

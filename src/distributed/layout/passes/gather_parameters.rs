@@ -3,10 +3,11 @@
 use burn::tensor::Tensor;
 
 use super::message::Message;
-use super::state::{Ahead, Arrived, Flight, OwnedPart, PassState, Uses, Values};
+use super::state::{Ahead, Arrived, Flight, OwnedPart, PassState, Uses};
 use super::{GATHERING, Limits, Passes};
 use crate::checks::ensure_computed;
 use crate::distributed::layout::PassParameter;
+use crate::distributed::layout::identity::Values;
 use crate::distributed::layout::pass_calls::Event;
 use crate::distributed::plan::Counts;
 use crate::error::Result;
@@ -151,7 +152,9 @@ impl Passes {
             .all_gather(sent, &message.totals())
             .map_err(|error| self.in_action(GATHERING, &indices, error))?;
         for PartToGather { index, values: part, .. } in parts {
-            state.events.push(Event::Gather(index));
+            let latest = &mut state.uses[index].latest;
+            let age = part.map(|values| latest.gather(values));
+            state.events.push(Event::Gather(index, age));
             state.bytes.ahead += self.parameters[index].bytes();
             // Set at the start: a second use before it arrives finds it and makes no second call.
             state.uses[index].ahead = Some(Ahead { part, arrived: None });

@@ -2,10 +2,11 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{OwnedPart, PassState, Publishing, Values};
+use super::state::{OwnedPart, PassState, Publishing};
 use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
+use crate::distributed::layout::identity::Values;
 use crate::error::Result;
 use crate::flat;
 use crate::link::identity;
@@ -135,8 +136,12 @@ impl Passes {
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
     pub fn remember_part<const D: usize>(&self, parameter: &PassParameter, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
-        let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
+        let mut state = self.state();
         let uses = &mut state.uses[parameter.index];
+        let values = identity(part).map(|leaf| Values { leaf: Some(leaf), version: None });
+        if let Some(values) = values {
+            uses.latest.gather(values);
+        }
         // From here on the value has an identity, and the published one without it is not needed.
         (uses.part, uses.published) =
             (values.map(|values| OwnedPart { values, tensor: value }), None);

@@ -10,8 +10,8 @@ use burn::tensor::Tensor;
 use super::message::Message;
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
-use crate::distributed::layout::identity::Version;
-use crate::distributed::layout::pass_calls::Events;
+use crate::distributed::layout::identity::Values;
+use crate::distributed::layout::pass_calls::{Events, LatestValues};
 use crate::distributed::layout::predicted_uses::{Successors, UseOrder};
 use crate::error::Error;
 use crate::flat::bytes;
@@ -210,6 +210,8 @@ pub struct Uses {
     pub published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     pub ahead: Option<Ahead>,
+    /// The values that were gathered last, by which ranks compare what they gather.
+    pub latest: LatestValues,
     /// `true` if this pass was told of a use by other ranks.
     pub are_left_out: bool,
     /// The parts that this pass has used with a gradient, if others may leave them out: the model's
@@ -267,9 +269,9 @@ impl Uses {
         self.leaves.iter().any(|uses| uses.micro_batches.is_some())
     }
 
-    /// Returns `true` if this pass has a use of these values with a gradient.
-    pub fn has(&self, values: Values) -> bool {
-        self.leaves.iter().any(|uses| uses.count > 0 && Values::Leaf(uses.leaf) == values)
+    /// Returns `true` if this pass has a use of a value with a gradient.
+    pub fn has(&self, leaf: u64) -> bool {
+        self.leaves.iter().any(|uses| uses.count > 0 && uses.leaf == leaf)
     }
 
     /// The uses of a value.
@@ -287,15 +289,6 @@ impl Uses {
 pub struct OwnedPart {
     pub values: Values,
     pub tensor: Tensor<1>,
-}
-
-/// The identity of a part's values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Values {
-    /// The leaf of a graph.
-    Leaf(u64),
-    /// A part's without autodiff.
-    Version(Version),
 }
 
 /// A whole that is gathered, or on its way.

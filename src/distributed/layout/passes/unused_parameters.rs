@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::Passes;
-use super::state::{LeafUses, PassState, UsesOfRanks, Values};
+use super::state::{LeafUses, PassState, UsesOfRanks};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
@@ -91,7 +91,7 @@ impl Passes {
             let values = part.values;
             let whole = self.gathered(state, parameter, part, |_| Ok(()));
             // Others took part in the call, and drop the result.
-            if state.uses[parameter.index].has(values) {
+            if values.leaf.is_some_and(|leaf| state.uses[parameter.index].has(leaf)) {
                 state.bytes.kept += bytes(&whole);
                 state.uses[parameter.index].kept.push((values, whole));
                 state.observe();
@@ -129,7 +129,7 @@ impl Passes {
             // Of the model's values, and not of a clone's: these have no gradient in the end.
             let identity = model.and_then(|model| model.of(&self.parameters[index]).ok());
             let leaf = identity.and_then(|identity| identity.leaf);
-            let is_of_model = leaf.is_some_and(|leaf| uses.has(Values::Leaf(leaf)));
+            let is_of_model = leaf.is_some_and(|leaf| uses.has(leaf));
             let counts = is_earlier || is_of_model && !state.mode.is_drained;
             // Also one of several uses, of which others may have more.
             let is_left_out = !is_in_pass || uses.are_left_out;
