@@ -73,6 +73,12 @@ impl Threads {
         Ok(bytes.collect())
     }
 
+    /// The streams on which this rank's tensors are computed, for a collective.
+    fn streams(&self, collective: &'static str) -> Streams {
+        let (rank, is_alone) = (self.rank(), self.size() == 1);
+        Streams { device: self.device.clone(), rank, is_alone, collective }
+    }
+
     /// Starts a collective whose result `combine` computes from the tensors of all ranks.
     fn start(
         &self,
@@ -80,8 +86,8 @@ impl Threads {
         tensor: Tensor<1>,
         combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
     ) -> Result<Pending> {
-        let device = self.device.clone();
-        let bytes = flat::bytes(&tensor);
+        let (streams, bytes) = (self.streams(call.collective), flat::bytes(&tensor));
+        streams.finish()?;
         let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
             // Each rank computes its own result when it waits for it: the last one to arrive does
@@ -90,7 +96,13 @@ impl Threads {
                 Payload::Tensor(tensor) => *tensor,
                 _ => unreachable!("{SAME_CALL}"),
             });
-            Ok(combine(tensors.collect(), &device))
+            let tensors: Vec<_> = tensors.collect();
+            let result = combine(tensors.clone(), &streams.device);
+            streams.finish()?;
+            // Only now: a tensor with one reference may be written in place by the rank that gave
+            // it.
+            drop(tensors);
+            Ok(result)
         }))
     }
 
@@ -109,6 +121,36 @@ impl Threads {
             // Sliced before the sum, so that the ranks divide the work of a call.
             let parts = tensors.iter().map(|tensor| flat::slice(tensor, elements.clone()));
             sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
+        })
+    }
+}
+
+/// The streams of a rank's thread on its device.
+///
+/// Each thread has its own on a CubeCL device, and they do not wait for each other where they write
+/// in place: a kernel waits until another stream has made a buffer, and neither for its later
+/// writes nor, before a write, for the reads of others. So a rank's tensors are complete before it
+/// gives them to other threads, and read before it drops theirs.
+struct Streams {
+    device: Device,
+    rank: usize,
+    /// `true` if no other thread gets a tensor.
+    is_alone: bool,
+    collective: &'static str,
+}
+
+impl Streams {
+    /// Waits until this thread's work is done.
+    fn finish(&self) -> Result<()> {
+        if self.is_alone {
+            return Ok(());
+        }
+        self.device.sync().map_err(|error| Error::Engine {
+            engine: "threads",
+            rank: self.rank,
+            operation: self.collective.to_owned(),
+            reason: error.to_string(),
+            remedy: "free memory of the device, and restart all ranks",
         })
     }
 }
@@ -171,7 +213,9 @@ impl Engine for Threads {
 
     fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
         let call = Call::all_to_all(&tensor);
-        let (rank, dtype, device) = (self.rank(), tensor.dtype(), self.device.clone());
+        let (rank, dtype) = (self.rank(), tensor.dtype());
+        let streams = self.streams(call.collective);
+        streams.finish()?;
         let expected = counts.received.clone();
         let bytes = flat::bytes(&tensor);
         // With the counts: another rank finds its part behind the parts of the lower ranks.
@@ -180,18 +224,22 @@ impl Engine for Threads {
         let participant = self.participant.clone();
         Ok(Pending::new(bytes, move || {
             let mut parts = vec![];
-            for (from, payload) in round.collect()?.into_iter().enumerate() {
+            let payloads = round.collect()?;
+            for (from, payload) in payloads.iter().enumerate() {
                 let Payload::Parts(tensor, sent) = payload else { unreachable!("{SAME_CALL}") };
-                let (start, count) = (offset(&sent, rank), sent[rank]);
+                let (start, count) = (offset(sent, rank), sent[rank]);
                 if count != expected[from] {
                     let error = different_counts([from, rank], [count, expected[from]]);
                     // At once: the sender cannot know what was expected of it.
                     participant.fail(error.to_string());
                     return Err(error);
                 }
-                parts.push(flat::slice(&tensor, start..start + count));
+                parts.push(flat::slice(tensor, start..start + count));
             }
-            Ok(flat::concat(parts, dtype, &device))
+            let result = flat::concat(parts, dtype, &streams.device);
+            streams.finish()?;
+            drop(payloads);
+            Ok(result)
         }))
     }
 

@@ -78,7 +78,8 @@ fn loss(net: &ExpertNet, step: u64) -> Tensor<1> {
         gradients: &mut GradientsParams,
     ) -> Tensor<1> {
         let gradient = gradients.remove::<D>(with.id).expect("every parameter has one");
-        (of.val() * Tensor::from_inner(gradient)).sum()
+        let of = of.val();
+        (of.clone() * Tensor::from_inner(gradient.to_device(&of.device().inner()))).sum()
     }
     let whole = self::net();
     let mut gradients = gradients(&whole, step);
