@@ -49,7 +49,7 @@ fn in_batches(config: &MuonConfig) -> ExpertNet {
 fn on_ranks(config: &MuonConfig, lay: fn(Layout) -> Layout) -> ExpertNet {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
-    let trained = World::threads(World::devices(2), |world| {
+    let trained = World::threads(vec![Device::default().autodiff(); 2], |world| {
         let start = || {
             let layout = lay(Layout::from(&world)).with_small_elements(8);
             let dist = DistMuonConfig::new().with_muon(config.clone()).with_small_elements(8);
@@ -78,8 +78,7 @@ fn loss(net: &ExpertNet, step: u64) -> Tensor<1> {
         gradients: &mut GradientsParams,
     ) -> Tensor<1> {
         let gradient = gradients.remove::<D>(with.id).expect("every parameter has one");
-        let of = of.val();
-        (of.clone() * Tensor::from_inner(gradient.to_device(&of.device().inner()))).sum()
+        (of.val() * Tensor::from_inner(gradient)).sum()
     }
     let whole = self::net();
     let mut gradients = gradients(&whole, step);
