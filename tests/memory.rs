@@ -227,8 +227,9 @@ fn to_save_and_load(
     ranks: usize,
     config: &DistMuonConfig,
     layout: fn(&Mesh) -> Layout,
-    path: &Path,
 ) -> [usize; 2] {
+    let folder = tempfile::tempdir().unwrap();
+    let path = &folder.path().join("run.bpk");
     let together = Barrier::new(ranks);
     let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
         let layout = layout(&Mesh::flat(&world));
@@ -275,17 +276,15 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     if !is_on_host() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.bpk");
     let matrix = 4 * WIDTH * WIDTH;
     let state = LAYERS * matrix;
     // Two matrices to a bucket.
     let bucket = 2 * matrix;
     let config = DistMuonConfig::new().with_bucket_mb(Some(0.5));
     // Libraries allocate the memory that they keep at first use.
-    to_save_and_load(2, &config, Layout::new, &path);
+    to_save_and_load(2, &config, Layout::new);
     let peaks = [1, 2, 4].map(|ranks| {
-        let [saved, loaded] = to_save_and_load(ranks, &config, Layout::new, &path);
+        let [saved, loaded] = to_save_and_load(ranks, &config, Layout::new);
         let times = |bytes: usize| bytes as f64 / state as f64;
         println!(
             "{ranks} ranks: {saved} to save ({:.2} of the state), {loaded} to load ({:.2})",
@@ -309,8 +308,6 @@ fn a_divided_model_is_saved_and_loaded_in_buckets_and_single_parameters() {
     if !is_on_host() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.bpk");
     let matrix = 4 * WIDTH * WIDTH;
     let bucket = 2 * matrix;
     let config = DistMuonConfig::new().with_bucket_mb(Some(0.5));
@@ -320,9 +317,9 @@ fn a_divided_model_is_saved_and_loaded_in_buckets_and_single_parameters() {
     ];
     for (name, layout) in layouts {
         // Libraries allocate the memory that they keep at first use.
-        to_save_and_load(2, &config, layout, &path);
+        to_save_and_load(2, &config, layout);
         for ranks in [2, 4] {
-            let [saved, loaded] = to_save_and_load(ranks, &config, layout, &path);
+            let [saved, loaded] = to_save_and_load(ranks, &config, layout);
             println!("{name}, {ranks} ranks: {saved} to save, {loaded} to load");
             // As for a model that every rank has: a bucket of states, or a gathered parameter with
             // its copy, on the way to the file.
@@ -382,12 +379,10 @@ fn a_checkpoint_of_one_bucket_allocates_it_once() {
     if !is_on_host() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.bpk");
     let matrix = 4 * WIDTH * WIDTH;
     let config = DistMuonConfig::new().with_bucket_mb(Some(1000.0));
-    to_save_and_load(1, &config, Layout::new, &path);
-    let [saved, _] = to_save_and_load(1, &config, Layout::new, &path);
+    to_save_and_load(1, &config, Layout::new);
+    let [saved, _] = to_save_and_load(1, &config, Layout::new);
     // The gathered bucket, its copy on the host, and two of its tensors that are being written.
     assert!(saved <= (2 * LAYERS + 2) * matrix + SCRATCH, "{saved} bytes, a matrix has {matrix}");
 }
@@ -398,17 +393,15 @@ fn a_checkpoint_allocates_one_state_of_a_users_optimizer_at_a_time() {
     if !is_on_host() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.bpk");
     let muon = MuonConfig::new()
         .with_optimizer("lamb", LambConfig::new().build())
         .with_rule(RoutingRule::custom("", "lamb"));
     let config = DistMuonConfig::new().with_muon(muon);
-    to_save_and_load(2, &config, Layout::new, &path);
+    to_save_and_load(2, &config, Layout::new);
     // Two moments of a layer.
     let state = 2 * 4 * WIDTH * WIDTH;
     for ranks in [1, 2, 4] {
-        let [saved, _] = to_save_and_load(ranks, &config, Layout::new, &path);
+        let [saved, _] = to_save_and_load(ranks, &config, Layout::new);
         // A state in two forms at its owner, and received, taken apart and written by rank 0.
         assert!(saved <= 6 * state + SCRATCH, "{ranks} ranks: {saved}, a state is {state}");
         assert!(saved < LAYERS * state / 2, "{ranks} ranks: {saved}");

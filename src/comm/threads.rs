@@ -73,12 +73,6 @@ impl Threads {
         Ok(bytes.collect())
     }
 
-    /// The streams on which this rank's tensors are computed, for a collective.
-    fn streams(&self, collective: &'static str) -> Streams {
-        let (rank, is_alone) = (self.rank(), self.size() == 1);
-        Streams { device: self.device.clone(), rank, is_alone, collective }
-    }
-
     /// Starts a collective whose result `combine` computes from the tensors of all ranks.
     fn start(
         &self,
@@ -86,22 +80,51 @@ impl Threads {
         tensor: Tensor<1>,
         combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
     ) -> Result<Pending> {
-        let (streams, bytes) = (self.streams(call.collective), flat::bytes(&tensor));
-        streams.finish()?;
-        let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
-        Ok(Pending::new(bytes, move || {
-            // Each rank computes its own result when it waits for it: the last one to arrive does
-            // not work for all.
-            let tensors = round.collect()?.into_iter().map(|payload| match payload {
-                Payload::Tensor(tensor) => *tensor,
+        let bytes = flat::bytes(&tensor);
+        self.exchange(call, bytes, Payload::Tensor(Box::new(tensor)), |payloads, device| {
+            let tensors = payloads.iter().map(|payload| match payload {
+                Payload::Tensor(tensor) => (**tensor).clone(),
                 _ => unreachable!("{SAME_CALL}"),
             });
-            let tensors: Vec<_> = tensors.collect();
-            let result = combine(tensors.clone(), &streams.device);
-            streams.finish()?;
+            Ok(combine(tensors.collect(), device))
+        })
+    }
+
+    /// Starts a collective in which this rank gives a payload of some bytes to all. Each rank
+    /// computes its own result when it waits for it: the last one to arrive does not work for all.
+    ///
+    /// Every thread has a stream of its own on a CubeCL device, and streams do not wait for each
+    /// other where they write in place: a kernel waits until another stream has made a buffer, and
+    /// neither for its later writes nor, before a write, for the reads of others. So a rank's
+    /// tensors are complete before it gives them away, and read before it drops the others'.
+    fn exchange(
+        &self,
+        call: Call,
+        bytes: usize,
+        payload: Payload,
+        combine: impl FnOnce(&[Payload], &Device) -> Result<Tensor<1>> + Send + 'static,
+    ) -> Result<Pending> {
+        let (rank, is_alone) = (self.rank(), self.size() == 1);
+        let (device, collective) = (self.device.clone(), call.collective);
+        let finish = move |device: &Device| match is_alone {
+            true => Ok(()),
+            false => device.sync().map_err(|error| Error::Engine {
+                engine: "threads",
+                rank,
+                operation: collective.to_owned(),
+                reason: error.to_string(),
+                remedy: "free memory of the device, and restart all ranks",
+            }),
+        };
+        finish(&device)?;
+        let round = self.participant.arrive(call, payload)?;
+        Ok(Pending::new(bytes, move || {
+            let payloads = round.collect()?;
+            let result = combine(&payloads, &device)?;
+            finish(&device)?;
             // Only now: a tensor with one reference may be written in place by the rank that gave
             // it.
-            drop(tensors);
+            drop(payloads);
             Ok(result)
         }))
     }
@@ -121,36 +144,6 @@ impl Threads {
             // Sliced before the sum, so that the ranks divide the work of a call.
             let parts = tensors.iter().map(|tensor| flat::slice(tensor, elements.clone()));
             sum_over_ranks::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
-        })
-    }
-}
-
-/// The streams of a rank's thread on its device.
-///
-/// Each thread has its own on a CubeCL device, and they do not wait for each other where they write
-/// in place: a kernel waits until another stream has made a buffer, and neither for its later
-/// writes nor, before a write, for the reads of others. So a rank's tensors are complete before it
-/// gives them to other threads, and read before it drops theirs.
-struct Streams {
-    device: Device,
-    rank: usize,
-    /// `true` if no other thread gets a tensor.
-    is_alone: bool,
-    collective: &'static str,
-}
-
-impl Streams {
-    /// Waits until this thread's work is done.
-    fn finish(&self) -> Result<()> {
-        if self.is_alone {
-            return Ok(());
-        }
-        self.device.sync().map_err(|error| Error::Engine {
-            engine: "threads",
-            rank: self.rank,
-            operation: self.collective.to_owned(),
-            reason: error.to_string(),
-            remedy: "free memory of the device, and restart all ranks",
         })
     }
 }
@@ -214,17 +207,12 @@ impl Engine for Threads {
     fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
         let call = Call::all_to_all(&tensor);
         let (rank, dtype) = (self.rank(), tensor.dtype());
-        let streams = self.streams(call.collective);
-        streams.finish()?;
-        let expected = counts.received.clone();
-        let bytes = flat::bytes(&tensor);
+        let (expected, bytes) = (counts.received.clone(), flat::bytes(&tensor));
         // With the counts: another rank finds its part behind the parts of the lower ranks.
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
-        let round = self.participant.arrive(call, payload)?;
         let participant = self.participant.clone();
-        Ok(Pending::new(bytes, move || {
+        self.exchange(call, bytes, payload, move |payloads, device| {
             let mut parts = vec![];
-            let payloads = round.collect()?;
             for (from, payload) in payloads.iter().enumerate() {
                 let Payload::Parts(tensor, sent) = payload else { unreachable!("{SAME_CALL}") };
                 let (start, count) = (offset(sent, rank), sent[rank]);
@@ -236,11 +224,8 @@ impl Engine for Threads {
                 }
                 parts.push(flat::slice(tensor, start..start + count));
             }
-            let result = flat::concat(parts, dtype, &streams.device);
-            streams.finish()?;
-            drop(payloads);
-            Ok(result)
-        }))
+            Ok(flat::concat(parts, dtype, device))
+        })
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

@@ -391,9 +391,6 @@ mod tests {
     }
 
     impl Measured {
-        /// The column of the product's name.
-        const NAME: usize = 4;
-
         fn is_of_sweep(&self) -> bool {
             self.group[0] == "sweep"
         }
@@ -406,7 +403,8 @@ mod tests {
             let fields: Vec<&str> = row.split(',').collect();
             let number = |column: usize| fields[column].parse::<usize>().ok();
             let [batch, m, n] = [1, 2, 3].map(|column| number(column).expect("a size"));
-            let name = fields[Measured::NAME];
+            let group: [&str; 5] = fields[..5].try_into().expect("five columns");
+            let [.., name] = group;
             let sizes = match name {
                 "Q X" => [m, n, m],
                 "X X^T" | "X^T X" => [m, m, n],
@@ -415,7 +413,7 @@ mod tests {
             let shape = TileShape { width: number(6)?, cluster: number(5)? / HEIGHT };
             let addend = (name == "b R + c R^2").then_some((0, 1.0));
             Some(Measured {
-                group: fields[..5].try_into().expect("five columns"),
+                group,
                 product: Product { addend, ..product(batch, sizes, name != "Q X") },
                 shape,
                 parts: number(9)?,
@@ -440,6 +438,12 @@ mod tests {
 
     fn mean(values: &[f64]) -> f64 {
         values.iter().sum::<f64>() / values.len() as f64
+    }
+
+    /// Fails if choices take more than 2 % longer than the fastest on average, or one of them 8 %.
+    fn assert_nearly_fastest(regrets: &[f64]) {
+        let worst = regrets.iter().copied().fold(0.0, f64::max);
+        assert!(mean(regrets) < 0.02 && worst < 0.08, "{}, {worst}: {regrets:?}", mean(regrets));
     }
 
     #[test]
@@ -469,9 +473,8 @@ mod tests {
             fastest(&of_shape) / fastest(&rows) - 1.0
         });
         let regrets: Vec<f64> = regrets.collect();
-        let worst = regrets.iter().copied().fold(0.0, f64::max);
         assert_eq!(regrets.len(), 63);
-        assert!(mean(&regrets) < 0.02 && worst < 0.08, "{}, {worst}", mean(&regrets));
+        assert_nearly_fastest(&regrets);
     }
 
     /// The same for shapes and parts, where exactly these were measured. One matrix of 1024 x 4096
@@ -482,18 +485,18 @@ mod tests {
         let mut regrets = Vec::new();
         for (group, rows) in by_group(&measured) {
             let chosen = Grid::fastest(&rows[0].product, &TileShape::ALL, 132);
-            let mut found = rows.iter();
-            let found = found.find(|row| (chosen.shape, chosen.parts) == (row.shape, row.parts));
-            let regret = found.map(|row| row.microseconds / fastest(&rows) - 1.0);
-            regrets.extend(regret.map(|regret| (regret, group)));
+            let is_chosen =
+                |row: &&&Measured| (chosen.shape, chosen.parts) == (row.shape, row.parts);
+            let regret = |row: &&Measured| (row.microseconds / fastest(&rows) - 1.0, group);
+            regrets.extend(rows.iter().find(is_chosen).map(regret));
         }
         let (uncut, judged): (Vec<_>, Vec<_>) =
             regrets.iter().partition(|(_, group)| group[..4] == ["sweep", "1", "1024", "4096"]);
         let [(uncut, _)] = uncut[..] else { panic!("{uncut:?}") };
         assert!((0.4..0.5).contains(&uncut), "{uncut}");
         let judged: Vec<f64> = judged.into_iter().map(|(regret, _)| regret).collect();
-        let worst = judged.iter().copied().fold(0.0, f64::max);
-        assert!(judged.len() >= 32 && mean(&judged) < 0.02 && worst < 0.08, "{regrets:?}");
+        assert!(judged.len() >= 32, "{regrets:?}");
+        assert_nearly_fastest(&judged);
     }
 
     #[test]
