@@ -24,6 +24,7 @@ use distmuon_testing::simulated::Simulated;
 use distmuon_testing::watched::replaced;
 use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -32,9 +33,17 @@ use std::time::Instant;
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 /// Runs one test at a time, since the allocators count for the whole process.
-fn alone() -> MutexGuard<'static, ()> {
+///
+/// The lock is held until the thread of the test has ended, and freed the workspaces that libraries
+/// keep for it: values of a thread are dropped in the reverse order of their first use.
+fn alone() {
     static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    thread_local! {
+        static HELD: RefCell<Option<MutexGuard<'static, ()>>> = const { RefCell::new(None) };
+    }
+    HELD.with_borrow_mut(|held| {
+        held.get_or_insert_with(|| ALONE.lock().unwrap_or_else(PoisonError::into_inner));
+    });
 }
 
 /// Memory in which libraries rearrange blocks of their operands.
@@ -113,7 +122,7 @@ fn frees_late() -> bool {
 
 #[test]
 fn a_device_reserves_the_announced_workspace() {
-    let _alone = alone();
+    alone();
     if frees_late() {
         return;
     }
@@ -140,7 +149,7 @@ fn a_device_reserves_the_announced_workspace() {
 /// Moments of AdamW, in a bucket for each of eight parameters.
 #[test]
 fn states_on_the_host_leave_a_device_those_of_two_buckets() {
-    let _alone = alone();
+    alone();
     if frees_late() {
         return;
     }
@@ -182,7 +191,7 @@ fn states_on_the_host_leave_a_device_those_of_two_buckets() {
 
 #[test]
 fn an_orthogonalisation_allocates_the_announced_workspace() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -204,7 +213,7 @@ fn an_orthogonalisation_allocates_the_announced_workspace() {
 
 #[test]
 fn the_limit_of_the_workspace_is_respected() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -272,7 +281,7 @@ fn to_save_and_load(
 
 #[test]
 fn a_checkpoint_allocates_buckets_and_not_the_state() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -304,7 +313,7 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
 
 #[test]
 fn a_divided_model_is_saved_and_loaded_in_buckets_and_single_parameters() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -351,7 +360,7 @@ fn to_save_in_background(saver: checkpoint::Saver, folder: &Path) -> usize {
 
 #[test]
 fn a_save_in_the_background_allocates_no_more_than_its_limit() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -375,7 +384,7 @@ fn a_save_in_the_background_allocates_no_more_than_its_limit() {
 /// All matrices are in one bucket, whose tensors are cut out one by one.
 #[test]
 fn a_checkpoint_of_one_bucket_allocates_it_once() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -389,7 +398,7 @@ fn a_checkpoint_of_one_bucket_allocates_it_once() {
 
 #[test]
 fn a_checkpoint_allocates_one_state_of_a_users_optimizer_at_a_time() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -458,7 +467,7 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
 
 #[test]
 fn a_step_with_more_buckets_does_not_use_more_memory() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -503,7 +512,7 @@ fn held_after_batched(optimizers: usize, config: &MuonConfig, net: &Linear) -> u
 
 #[test]
 fn optimizers_leave_next_to_nothing_behind() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -557,7 +566,7 @@ fn left_by_rounds<O: Checkpointed>(
 
 #[test]
 fn steps_saves_and_loads_leave_nothing_behind() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -583,7 +592,7 @@ fn steps_saves_and_loads_leave_nothing_behind() {
 #[test]
 fn rounds_of_ranks_leave_nothing_behind() {
     const ROUNDS: usize = 100;
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -711,7 +720,7 @@ fn extra_of_owned_parameters(keep: Keep, in_rows: bool, layers: usize) -> Extra 
 
 #[test]
 fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -830,7 +839,7 @@ fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 2] {
 
 #[test]
 fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -929,7 +938,7 @@ fn extra_to_divide_and_load(
 
 #[test]
 fn tables_and_stacks_are_divided_and_loaded_one_by_one() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -990,7 +999,7 @@ fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout) -> usize {
 
 #[test]
 fn an_average_of_a_divided_model_takes_the_memory_of_its_parts() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1029,7 +1038,7 @@ fn of_an_exchange(ranks: usize) -> [usize; 2] {
 
 #[test]
 fn an_exchange_of_rows_is_linear_in_the_ranks() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1108,7 +1117,7 @@ impl Narrow {
 
 #[test]
 fn a_division_and_a_step_are_linear_in_the_ranks() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1187,7 +1196,7 @@ fn host_times(ranks: usize) -> [f64; 4] {
 #[test]
 #[ignore = "prints times; run by hand for docs/results/ranks.md"]
 fn host_times_of_calls_by_the_number_of_ranks() {
-    let _alone = alone();
+    alone();
     println!("| ranks | lookup of rows | exchange of rows | mean | step |");
     for ranks in [8, 64, 512, 4096] {
         let times = host_times(ranks).map(|time| format!("{time:.0}"));
@@ -1197,7 +1206,7 @@ fn host_times_of_calls_by_the_number_of_ranks() {
 
 #[test]
 fn evaluation_of_owned_parameters_does_not_grow_memory() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1228,7 +1237,7 @@ fn evaluation_of_owned_parameters_does_not_grow_memory() {
 
 #[test]
 fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
-    let _alone = alone();
+    alone();
     let device = Device::default().autodiff().gradient_checkpointing();
     let Some(lost) = beyond_memory(64, 64) else { return };
     let lost = lost.reshape([-1]);
@@ -1293,7 +1302,7 @@ fn extra_of_links(order: Option<&GraphOrder>) -> [usize; 2] {
 
 #[test]
 fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1390,7 +1399,7 @@ fn step_of(
 
 #[test]
 fn forecasts_are_what_the_allocator_counts() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1483,7 +1492,7 @@ fn forecasts_are_what_the_allocator_counts() {
 
 #[test]
 fn a_forecast_allocates_nothing_of_the_models_size() {
-    let _alone = alone();
+    alone();
     if !is_on_host() {
         return;
     }
@@ -1506,7 +1515,7 @@ const RANK: &str = "DISTMUON_TEST_RANK";
 #[cfg(feature = "mpi")]
 #[test]
 fn a_process_holds_its_share_of_owned_parameters_and_states() {
-    let _alone = alone();
+    alone();
     if std::env::var_os(RANK).is_some() {
         return hold_the_share_of_a_process();
     }

@@ -57,7 +57,8 @@ impl Pair {
     }
 
     fn loss(&self) -> Tensor<1> {
-        let input = Tensor::<2>::ones([3, 32], (&self.devices()[0], DType::F32));
+        let dtype = self.first.weight.val().dtype();
+        let input = Tensor::<2>::ones([3, 32], (&self.devices()[0], dtype));
         self.second.forward(self.first.forward(input)).square().mean()
     }
 

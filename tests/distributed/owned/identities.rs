@@ -3,7 +3,7 @@
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
 use distmuon::{Error, GradientBuffer, Result};
@@ -240,7 +240,7 @@ fn outcomes_of_uses(uses: [&[Use]; 2], steps: usize, publish: Publish) -> Vec<Re
         let layout = layout(&world, (true, true));
         let (net, optim) = advance(&layout, start(&layout, publish)?, 0..steps)?;
         let other = net.clone().map(&mut Scaled(1.5));
-        let mut loss = Tensor::<1>::zeros([1], device);
+        let mut loss = Tensor::<1>::zeros([1], (device, DType::F32));
         for step in uses[world.rank()] {
             let data = || tokens(world.rank(), 5, device);
             let inner = || data().inner();
