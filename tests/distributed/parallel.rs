@@ -460,11 +460,19 @@ fn tokens(step: usize, rank: usize) -> Vec<i32> {
 }
 
 fn rows_of_an_embedding_train_as_the_whole() {
-    let train = |count: usize, by_rows: bool, owned: bool| {
+    let plain = |layout: Layout, _| layout;
+    let owned = |layout: Layout, _| layout.owned("dp");
+    // The largest slice is not small, the others are.
+    let overlapping = |layout: Layout, count: usize| {
+        layout.overlap_backward().with_small_elements(ROWS.div_ceil(count) * INPUTS)
+    };
+    type OnRanks = fn(Layout, usize) -> Layout;
+    let layouts: [(&str, OnRanks); 3] =
+        [("plain", plain), ("owned", owned), ("overlapping", overlapping)];
+    let train = |count: usize, by_rows: bool, layout: OnRanks| {
         let run = ranks(count, |world| {
             let mesh = Mesh::new(&world, [Axis::data("dp", count)])?;
-            let layout = Layout::new(&mesh);
-            let layout = if owned { layout.owned("dp") } else { layout };
+            let layout = layout(Layout::new(&mesh), count);
             let layout = match by_rows {
                 true => layout.with_place(Place::shard("^rows", "dp", 0)),
                 false => layout,
@@ -490,15 +498,15 @@ fn rows_of_an_embedding_train_as_the_whole() {
         run.unwrap()
     };
     for count in [1, 2, 3, 4].into_iter().filter(worlds::has) {
-        let whole = train(count, false, false);
-        for owned in [false, true] {
-            let rows = train(count, true, owned);
+        let whole = train(count, false, plain);
+        for (name, layout) in layouts {
+            let rows = train(count, true, layout);
             for ((losses, table), (expected_losses, expected)) in rows.iter().zip(&whole) {
                 for (values, expected) in [(losses, expected_losses), (table, expected)] {
                     assert_eq!(values.len(), expected.len());
                     let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
                     let differs = values.iter().zip(expected).find(|pair| !near(*pair));
-                    assert_eq!(differs, None, "{count} ranks, owned: {owned}");
+                    assert_eq!(differs, None, "{count} ranks, {name}");
                 }
             }
         }

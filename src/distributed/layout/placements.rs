@@ -6,7 +6,7 @@ use burn::module::Module;
 
 use super::Layout;
 use crate::distributed::placement_rules::{Place, Places};
-use crate::distributed::plan::{Parameter, Slice, Work};
+use crate::distributed::plan::{Parameter, Work};
 use crate::distributed::sliced_parameters::Cuts;
 use crate::distributed::trainable::{self, ModelParameter, Trainable, TrainableParameter};
 use crate::error::{Error, Result};
@@ -153,8 +153,11 @@ impl Layout {
     /// The placement of a parameter.
     fn placement(&self, found: &Found, places: &Places<'_>, cuts: &Cuts) -> Placement {
         let slice = cuts.slice(&found.path);
-        let shape = slice.map_or_else(|| found.shape.clone(), Slice::shape);
-        let elements: usize = shape.iter().product();
+        // The largest slice decides for all ranks, some of which may have less.
+        let elements = match slice {
+            Some(slice) => slice.counts().into_iter().max().expect("a cut has slices"),
+            None => found.shape.iter().product(),
+        };
         // Not along the axis along which every rank has its slice.
         let is_cut = |axis: &&String| slice.is_some_and(|slice| slice.slices.axes().contains(axis));
         let axis = self.axis.as_ref().filter(|axis| !is_cut(axis));
