@@ -101,6 +101,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 allows_unused: false,
                 balancing: Balancing::Greedy,
                 cuts: [None; 4],
+                cuts_data: false,
                 places: owned.iter().map(|layer| (*layer, Named::Owned)).collect(),
             };
             compare(&Trial {

@@ -9,9 +9,11 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use distmuon::MasterWeights;
 use distmuon::comm::Communicator;
 use distmuon::distributed::Layout;
-use distmuon::parallel::leave;
+use distmuon::parallel::{exchange, leave};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::precision::Rounded;
+
+use super::trial::Cuts;
 
 const WIDTH: usize = 8;
 pub const TOKENS: usize = 11;
@@ -46,6 +48,15 @@ pub struct Net {
     head: Option<Linear>,
     /// Used without gradients only.
     evaluated: Option<Linear>,
+}
+
+/// The kinds of matrices that may be cut.
+#[derive(Debug, Clone, Copy)]
+pub enum Matrix {
+    Table,
+    Head,
+    Stack,
+    Layer,
 }
 
 /// The matrices of a stack that a pass uses.
@@ -105,6 +116,8 @@ pub struct Pass<'a> {
     pub shape: &'a Shape,
     /// The ranks that have slices of parameters, if any are cut.
     pub slices: Option<&'a Communicator>,
+    /// The cuts, if these ranks have different data.
+    pub data_cuts: Option<Cuts>,
     /// The layout of a model of which some ranks leave layers out.
     pub layout: Option<&'a Layout>,
     /// The rank among those that have other data.
@@ -127,8 +140,46 @@ impl Pass<'_> {
         self.shape.skips && (self.rank + self.number) % uses == number
     }
 
-    /// The whole of a parameter that may be cut: the sum of its slices, each among zeros.
-    fn whole<const D: usize>(&self, held: Tensor<D>, whole: [usize; D]) -> Tensor<D> {
+    /// The whole of a parameter that may be cut.
+    fn whole<const D: usize>(
+        &self,
+        held: Tensor<D>,
+        whole: [usize; D],
+        matrix: Matrix,
+    ) -> Tensor<D> {
+        match self.data_cuts {
+            Some(cuts) => self.exchanged(held, whole, cuts[matrix as usize]),
+            None => self.sum_of_slices(held, whole),
+        }
+    }
+
+    /// The slices that ranks with different data send each other: the gradient of a slice is the
+    /// sum over their data. A rank that has all parameters sends as much, so that its gradients
+    /// have the bits of slices.
+    fn exchanged<const D: usize>(
+        &self,
+        held: Tensor<D>,
+        whole: [usize; D],
+        cut: Option<usize>,
+    ) -> Tensor<D> {
+        let Some(dimension) = cut else {
+            return held;
+        };
+        let group = self.slices.expect("slices have a group");
+        let bound = |rank: usize| rank * whole[dimension] / group.size();
+        let own = bound(group.rank())..bound(group.rank() + 1);
+        let is_whole = held.dims() == whole;
+        let slice = if is_whole { held.narrow(dimension, own.start, own.len()) } else { held };
+        // An operation of its own adds up the gradients of the copies, before those of other uses.
+        let rows = (slice * 1.0).swap_dims(0, dimension);
+        let sent = vec![own.len(); group.size()];
+        let counts = group.pair_counts(&sent, &rows.device()).expect("all ranks send slices");
+        let copies = Tensor::cat(vec![rows; group.size()], 0);
+        exchange(copies, &counts, group).swap_dims(0, dimension)
+    }
+
+    /// The sum of the slices of ranks that share data, each among zeros.
+    fn sum_of_slices<const D: usize>(&self, held: Tensor<D>, whole: [usize; D]) -> Tensor<D> {
         let dims = held.dims();
         let Some(dimension) = (0..D).find(|dimension| dims[*dimension] != whole[*dimension]) else {
             return held;
@@ -145,15 +196,17 @@ impl Pass<'_> {
         leave(Tensor::cat(parts.into_iter().flatten().collect(), dimension), group)
     }
 
-    fn linear(&self, linear: &Linear, x: Tensor<3>, outputs: usize) -> Tensor<3> {
+    fn linear(&self, linear: &Linear, x: Tensor<3>, matrix: Matrix) -> Tensor<3> {
         let Linear { weight, bias, .. } = linear;
-        let product = x.matmul(self.whole(weight.val(), [WIDTH, outputs]).unsqueeze());
+        let outputs = if let Matrix::Head = matrix { TOKENS } else { WIDTH };
+        let product = x.matmul(self.whole(weight.val(), [WIDTH, outputs], matrix).unsqueeze());
         product + bias.as_ref().expect("the layer has a bias").val().unsqueeze()
     }
 
     /// A weight that the stack of a layer has in this pass.
     fn of_stack(&self, stack: &Stack, layer: usize) -> Tensor<2> {
-        let matrices = self.whole(stack.matrices.val(), [EXPERTS, WIDTH, WIDTH]);
+        let shape = [EXPERTS, WIDTH, WIDTH];
+        let matrices = self.whole(stack.matrices.val(), shape, Matrix::Stack);
         let expert = match self.shape.experts {
             Experts::All => return matrices.mean_dim(0).squeeze_dim(0),
             Experts::OfPass => self.number + layer,
@@ -195,7 +248,7 @@ impl Net {
     }
 
     fn table(&self, pass: Pass<'_>) -> Tensor<2> {
-        pass.whole(self.embedding.weight.val(), [TOKENS, WIDTH])
+        pass.whole(self.embedding.weight.val(), [TOKENS, WIDTH], Matrix::Table)
     }
 
     fn features(&self, pass: Pass<'_>, tokens: Tensor<2, Int>) -> Tensor<3> {
@@ -209,7 +262,9 @@ impl Net {
                 x
             }
             // Burn's own layer where it is not cut.
-            Layer::Dense(linear) if pass.shape.is_cut => relu(pass.linear(linear, x, WIDTH)),
+            Layer::Dense(linear) if pass.shape.is_cut => {
+                relu(pass.linear(linear, x, Matrix::Layer))
+            }
             Layer::Dense(linear) => relu(linear.forward(x)),
             Layer::Norm(norm) => norm.forward(x),
             Layer::Feed(feed) => feed.forward(x),
@@ -220,7 +275,7 @@ impl Net {
     pub fn loss(&self, pass: Pass<'_>, tokens: Tensor<2, Int>) -> Tensor<1> {
         let x = self.features(pass, tokens);
         let logits = match &self.head {
-            Some(head) => pass.linear(head, x, TOKENS),
+            Some(head) => pass.linear(head, x, Matrix::Head),
             None => x.matmul(self.table(pass).transpose().unsqueeze()),
         };
         (logits - 0.5).square().mean()

@@ -118,9 +118,11 @@ impl<'a> Run<'a> {
     }
 
     fn pass(&self, rank: usize) -> Pass<'_> {
+        let data_cuts = self.trial.data_cuts(self.loads);
         Pass {
             shape: &self.shape,
-            slices: self.mesh.group("tp"),
+            slices: self.mesh.group(if data_cuts.is_some() { "dp" } else { "tp" }),
+            data_cuts,
             layout: self.layout.as_ref(),
             rank,
             number: self.passes,
@@ -150,6 +152,7 @@ impl<'a> Run<'a> {
         let mut gradients = GradientsParams::new();
         let mut losses = vec![];
         let collects = way == Way::Collected && count == 1 && self.collects();
+        let exchanges = self.trial.data_cuts(self.loads).is_some();
         // Where ranks leave layers out, a backward pass comes before the next forward pass.
         let forward_first = way == Way::ForwardFirst && !self.shape.skips;
         for batch in 1..=count {
@@ -158,13 +161,16 @@ impl<'a> Run<'a> {
             for rank in ranks.clone() {
                 let loss = self.loss(rank);
                 let is_spoiled = is_last && spoiled == Some(rank);
-                losses.push((rank, is_last, if is_spoiled { loss * f32::NAN } else { loss }));
+                // Other ranks have some of this rank's gradients, which `drain` leaves out.
+                let is_idle = is_last && drained.contains(&rank) && exchanges;
+                let factor = if is_idle { 0.0 } else { 1.0 };
+                losses.push((rank, is_last, loss * if is_spoiled { f32::NAN } else { factor }));
             }
             if forward_first && !is_last {
                 continue;
             }
             for (rank, is_last, loss) in losses.drain(..) {
-                let is_drained = is_last && drained.contains(&rank);
+                let is_drained = is_last && drained.contains(&rank) && !exchanges;
                 let net = &self.net;
                 let own = || GradientsParams::from_grads(loss.backward(), net);
                 match &self.layout {
@@ -295,7 +301,8 @@ impl<'a> Run<'a> {
         self.others += 1;
         let (seed, device) = (1000 + self.others as u64, self.world.device());
         let other = Net::new(&self.shape, seed, self.trial.half, device);
-        if !self.trial.division(self.loads).is_owned && self.trial.model == 1 {
+        let is_cut = self.trial.model > 1 || self.trial.data_cuts(self.loads).is_some();
+        if !self.trial.division(self.loads).is_owned && !is_cut {
             self.net = self.net.load_record(other.into_record());
             return Ok(self);
         }

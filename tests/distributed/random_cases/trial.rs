@@ -9,11 +9,14 @@ use distmuon::{MasterWeights, Result};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::model::{DENSE, EXPERTS, Experts, KINDS, STACK, Shape};
+use super::model::{DENSE, EXPERTS, Experts, KINDS, Matrix, STACK, Shape};
 use super::optim::{ABSENT, DIFFERENCES, STATE};
 
 /// The most ranks of a world.
 const RANKS: usize = 8;
+
+/// The dimension along which each of a model's [kinds of matrices](super::model::Matrix) is cut.
+pub type Cuts = [Option<usize>; 4];
 
 /// The division of a model. Ranks with different data are one axis, or nodes with an axis of each;
 /// those with the same data have slices of the model.
@@ -32,7 +35,9 @@ pub struct Division {
     pub balancing: Balancing,
     /// The dimensions along which a table, a head, stacks and other layers are cut, where ranks
     /// have slices.
-    pub cuts: [Option<usize>; 4],
+    pub cuts: Cuts,
+    /// `true` if ranks with different data have the slices, where they can.
+    pub cuts_data: bool,
     /// Places of single layers; the numbers after those of layers are the rest of the model.
     pub places: Vec<(usize, Named)>,
 }
@@ -51,11 +56,10 @@ impl Division {
         &self,
         world: &World,
         config: &DistMuonConfig,
-        (&Trial { data, model, .. }, shape): (&Trial, &Shape),
+        (trial, shape): (&Trial, &Shape),
     ) -> Result<Layout> {
-        // Means over a node and over nodes round twice, unless they divide by powers of two.
-        let divides = data.is_power_of_two() && data.is_multiple_of(self.nodes);
-        let nodes = if divides { self.nodes } else { 1 };
+        let &Trial { data, model, .. } = trial;
+        let nodes = self.nodes(data);
         let mesh = match nodes * model {
             1 => Mesh::flat(world),
             _ => Mesh::new(
@@ -81,14 +85,48 @@ impl Division {
             (false, _) => layout,
         };
         let layout = if self.overlaps { layout.overlap_backward() } else { layout };
-        let layout = self.places(model, shape).into_iter().fold(layout, Layout::with_place);
+        let layout = self.places(trial, shape).into_iter().fold(layout, Layout::with_place);
         // Layers that some ranks leave out are an error otherwise.
         let allows_unused = self.allows_unused || shape.skips;
         Ok(if allows_unused { layout.allow_unused() } else { layout })
     }
 
+    /// The number of nodes of ranks with different data.
+    fn nodes(&self, data: usize) -> usize {
+        // Means over a node and over nodes round twice, unless they divide by powers of two.
+        let divides = data.is_power_of_two() && data.is_multiple_of(self.nodes);
+        if divides { self.nodes } else { 1 }
+    }
+
+    /// Returns `true` if slices lie on ranks with different data.
+    fn cuts_data(&self, trial: &Trial) -> bool {
+        // All of these ranks use all slices in a pass. A sum of others is divided otherwise.
+        let is_possible = trial.data.is_power_of_two() && !trial.shape.skips;
+        self.cuts_data && is_possible && trial.data > 1 && self.nodes(trial.data) == 1
+    }
+
+    /// The axis of the ranks that have slices, and the dimensions of cuts.
+    fn cuts(&self, trial: &Trial) -> (&'static str, Cuts) {
+        let mut cuts = self.cuts;
+        let (axis, ranks) = match self.cuts_data(trial) {
+            true => {
+                // Each rank would have others of a list.
+                cuts[Matrix::Layer as usize] = None;
+                ("dp", trial.data)
+            }
+            false => ("tp", trial.model),
+        };
+        if ranks == 1 {
+            cuts = [None; 4];
+        }
+        // Every rank has a matrix of a stack, or a part of each.
+        let stacks = &mut cuts[Matrix::Stack as usize];
+        *stacks = stacks.filter(|dimension| *dimension > 0 || ranks <= EXPERTS);
+        (axis, cuts)
+    }
+
     /// The rules of cuts, and of places that differ.
-    fn places(&self, model: usize, shape: &Shape) -> Vec<Place> {
+    fn places(&self, trial: &Trial, shape: &Shape) -> Vec<Place> {
         let layers = shape.kinds.len();
         let mut places = vec![];
         let dense: Vec<String> = shape.of_kind(DENSE).map(|layer| layer.to_string()).collect();
@@ -96,14 +134,15 @@ impl Division {
         let has =
             [true, shape.has_head, shape.kinds.contains(&STACK), shape.kinds.contains(&DENSE)];
         let patterns = ["^embedding", r"^head\.weight$", "matrices$", &dense];
-        for ((pattern, cut), has) in patterns.into_iter().zip(self.cuts).zip(has) {
-            // Every rank has a matrix of a stack, or a part of each.
-            let fits = pattern != "matrices$" || cut != Some(0) || model <= EXPERTS;
-            if let Some(dimension) = cut.filter(|_| has && model > 1 && fits) {
-                places.push(Place::shard(pattern, "tp", dimension));
+        let (axis, cuts) = self.cuts(trial);
+        for ((pattern, cut), has) in patterns.into_iter().zip(cuts).zip(has) {
+            if let Some(dimension) = cut.filter(|_| has) {
+                places.push(Place::shard(pattern, axis, dimension));
             }
         }
-        for (number, named) in self.places.iter().filter(|_| self.is_owned) {
+        // A run without the division knows which slices there are by the cuts alone.
+        let differ = self.is_owned && !self.cuts_data(trial);
+        for (number, named) in self.places.iter().filter(|_| differ) {
             let number = number % (layers + 3);
             let pattern = match number - number.min(layers) {
                 _ if number < layers => format!(r"^layers\.{number}\."),
@@ -238,6 +277,12 @@ impl Trial {
         &self.divisions[loads % self.divisions.len()]
     }
 
+    /// The cuts after a number of loads, if ranks with different data have the slices.
+    pub fn data_cuts(&self, loads: usize) -> Option<Cuts> {
+        let division = self.division(loads);
+        division.cuts_data(self).then(|| division.cuts(self).1)
+    }
+
     /// Returns `true` if there is such a reference.
     pub fn has(&self, second: Second) -> bool {
         self.second == Some(second)
@@ -245,10 +290,11 @@ impl Trial {
                 Second::Everything => true,
                 // It clips no norm of all gradients, and loses the state of a parameter that gets
                 // another identity by a load. A mean of other numbers of ranks rounds, in the order
-                // of the ranks' exchange.
+                // of the ranks' exchange, and has no slices of ranks with different data.
                 Second::Burn => {
                     let has = |is: fn(&Call) -> bool| self.calls.iter().any(is);
                     self.max_norm.is_none()
+                        && !self.divisions.iter().any(|division| division.cuts_data(self))
                         && self.data.is_power_of_two()
                         && !has(|call| matches!(call, Call::Pretrain))
                 }
@@ -291,12 +337,14 @@ fn divisions() -> impl Strategy<Value = Division> {
     let small = prop_oneof![Just(0_usize), Just(16), Just(64), Just(4096)];
     let cut = |dimensions| proptest::option::weighted(0.7, 0..dimensions);
     let cuts = (cut(2_usize), cut(2), cut(3), cut(2)).prop_map(<[_; 4]>::from);
+    let cuts = (cuts, proptest::bool::weighted(0.25));
     let balancing = prop_oneof![Just(Balancing::Greedy), Just(Balancing::BlockCyclic)];
     let named = prop_oneof![Just(Named::Owned), Just(Named::Rows), Just(Named::Replicated)];
     let places = vec((0..8_usize, named), 0..3);
     let all = (any::<[bool; 4]>(), nodes, keep, limits, small, balancing, cuts, places);
     all.prop_map(|(flags, nodes, keep, limits_mb, small_elements, balancing, cuts, places)| {
         let [is_owned, in_rows, overlaps, allows_unused] = flags;
+        let (cuts, cuts_data) = cuts;
         Division {
             is_owned,
             in_rows,
@@ -308,6 +356,7 @@ fn divisions() -> impl Strategy<Value = Division> {
             allows_unused,
             balancing,
             cuts,
+            cuts_data,
             places,
         }
     })
@@ -357,8 +406,21 @@ pub fn trials() -> impl Strategy<Value = Trial> {
         |((data, model), mut shape, divisions, settings, calls)| {
             let (publish, max_norm, half, checks, second) = settings;
             shape.limit_uses(calls.iter().any(|call| matches!(call, Call::Teach { .. })));
-            shape.is_cut = model > 1;
-            Trial { data, model, half, shape, divisions, publish, max_norm, checks, calls, second }
+            let mut trial = Trial {
+                data,
+                model,
+                half,
+                shape,
+                divisions,
+                publish,
+                max_norm,
+                checks,
+                calls,
+                second,
+            };
+            let cuts_data = trial.divisions.iter().any(|division| division.cuts_data(&trial));
+            trial.shape.is_cut = model > 1 || cuts_data;
+            trial
         },
     )
 }
