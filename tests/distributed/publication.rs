@@ -1,6 +1,6 @@
 //! Parameters that arrive at their first use, against those that a step waits for.
 
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use burn::module::Module;
@@ -9,7 +9,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor};
 use distmuon::checkpoint;
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Publish};
+use distmuon::distributed::{Axis, DistModuleOptimizer, DistMuonConfig, Layout, Mesh, Publish};
 use distmuon::{Error, Result};
 use distmuon_testing::models::{Fixed, bits};
 use distmuon_testing::watched::{Event, watched};
@@ -29,7 +29,7 @@ pub const IN_PROCESS: &[Case] = cases![
     frozen_parameters_on_their_way_can_be_trained_again,
     clones_that_freeze_parameters_on_their_way_are_rejected,
     a_layer_on_its_way_that_is_frozen_and_trained_again_shares_its_clone_as_in_burn,
-    a_failure_after_a_step_is_returned_by_the_next_call,
+    a_failure_after_a_step_makes_parameters_nan_and_is_returned_by_the_next_call,
 ];
 
 fn parameters_that_arrive_at_first_use_have_the_same_bits() {
@@ -319,28 +319,44 @@ fn a_layer_on_its_way_that_is_frozen_and_trained_again_shares_its_clone_as_in_bu
     }
 }
 
-fn a_failure_after_a_step_is_returned_by_the_next_call() {
-    let outcomes = Mutex::new(vec![]);
-    let run: Result<Vec<()>> = ranks_here(2, |world: World| {
-        let pair = world.broadcast(Pair::new(world.device()))?;
-        let mut optim = pair_config().init(&world, &pair)?;
-        let gradients = pair.gradients();
-        let stepped = optim.step(0.1, pair, gradients)?;
-        world.comm().barrier()?;
-        if world.rank() == 1 {
-            return Err(Error::EmptyModel);
-        }
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        let is_nan = stepped.first.weight.val().sum().into_scalar::<f32>().is_nan();
-        let gradients = GradientsParams::new();
-        let next = optim.step(0.1, stepped, gradients).map(drop);
-        outcomes.lock().unwrap().push((is_nan, next));
-        Ok(())
-    });
-    assert_eq!(run.unwrap_err(), Error::EmptyModel);
-    let outcomes = outcomes.into_inner().unwrap();
-    // Where results were complete before the failure, they are used.
-    let [(_, Err(Error::PeerFailed { rank: 1, .. }))] = &outcomes[..] else {
-        panic!("{outcomes:?}");
-    };
+fn a_failure_after_a_step_makes_parameters_nan_and_is_returned_by_the_next_call() {
+    type Call = fn(&mut DistModuleOptimizer, Pair, &Folder) -> Result<()>;
+    let calls: [(&str, Call); 3] = [
+        ("step", |optim, pair, _| optim.step(0.1, pair, GradientsParams::new()).map(drop)),
+        ("save", |optim, pair, folder| optim.save(folder.path().join("run.ckpt"), &pair, &())),
+        ("finish_publication", |optim, _, _| optim.finish_publication()),
+    ];
+    for (name, call) in calls {
+        let (outcomes, folder) = (Mutex::new(vec![]), Folder::create());
+        let [steps, has_stepped] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
+        let run: Result<Vec<()>> = ranks_here(2, |world: World| {
+            let (rank, begins, ends) = (world.rank(), steps.clone(), has_stepped.clone());
+            // Rank 1 fails once the step of rank 0 has returned, before it sends new parameters.
+            let world = watched(&world, move |event| {
+                if rank == 0 || event.collective != "all_gather" || !begins.load(SeqCst) {
+                    return Ok(());
+                }
+                while !ends.load(SeqCst) {
+                    std::thread::yield_now();
+                }
+                Err(Error::EmptyModel)
+            });
+            let pair = world.broadcast(Pair::new(world.device()))?;
+            let mut optim = pair_config().init(&world, &pair)?;
+            let gradients = pair.gradients();
+            world.comm().barrier()?;
+            steps.store(true, SeqCst);
+            let stepped = optim.step(0.1, pair, gradients)?;
+            has_stepped.store(true, SeqCst);
+            let is_nan = stepped.first.weight.val().sum().into_scalar::<f32>().is_nan();
+            let next = call(&mut optim, stepped, &folder);
+            outcomes.lock().unwrap().push((is_nan, next));
+            Ok(())
+        });
+        assert_eq!(run.unwrap_err(), Error::EmptyModel, "{name}");
+        let outcomes = outcomes.into_inner().unwrap();
+        let [(true, Err(Error::PeerFailed { rank: 1, .. }))] = &outcomes[..] else {
+            panic!("{name}: {outcomes:?}");
+        };
+    }
 }

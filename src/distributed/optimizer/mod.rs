@@ -249,7 +249,9 @@ impl DistModuleOptimizer {
     /// As every collective.
     pub fn finish_publication(&self) -> Result<()> {
         self.traffic.publication.finish()?;
-        self.divided.passes.finish_publication()
+        self.divided.passes.finish_publication()?;
+        // Collectives may return results that the device has not received yet.
+        self.shards.iter().try_for_each(|shard| shard.exchange.publishers.synchronize())
     }
 
     /// Returns the factor on the loss in the next step, the same on all ranks: the scale of

@@ -130,7 +130,8 @@ impl Passes {
                 return Err(failure.clone());
             }
         }
-        Ok(())
+        // Collectives may return results that the device has not received yet.
+        self.groups.by_axes.values().try_for_each(|group| group.replicas.comm().synchronize())
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
