@@ -745,6 +745,41 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     }
 }
 
+/// Burn's embedding keeps its table for the backward pass, also the one that was gathered.
+#[test]
+fn a_gathered_table_is_held_until_the_backward_pass() {
+    const TABLE: usize = 4096 * 256 * 4;
+    alone();
+    if !is_on_host() {
+        return;
+    }
+    let together = Barrier::new(2);
+    let now = || {
+        together.wait();
+        let bytes = ALLOCATOR.current_usage();
+        together.wait();
+        bytes
+    };
+    let devices = World::devices(2).into_iter().map(|device| device.gradient_checkpointing());
+    let run = World::threads(devices, |world| {
+        let layout = Layout::from(&world).owned("dp").with_ahead_mb(0.0);
+        let table = layout.shard(EmbeddingConfig::new(4096, 256).init(world.device()))?;
+        let tokens = Tensor::<2, Int>::zeros([2, 3], world.device());
+        // The first pass makes the depths of the clock.
+        layout.backward(&table.forward(tokens.clone()).square().mean(), &table)?;
+        let before = now();
+        let loss = table.forward(tokens.clone()).square().mean();
+        let held = now() - before;
+        let gradients = layout.backward(&loss, &table)?;
+        drop((gradients, loss));
+        Ok::<_, Error>([held, now().saturating_sub(before)])
+    });
+    let [held, left] = run.unwrap()[0];
+    println!("{held} of a gathered table on two ranks, {left} after the backward pass");
+    assert!((2 * TABLE..=2 * TABLE + SCRATCH).contains(&held), "{held}");
+    assert!(left <= SCRATCH, "{left}");
+}
+
 /// Parameters of which ranks have parts that are neighbours in the whole: rows of a table, and
 /// matrices of a stack.
 #[derive(Module, Debug)]

@@ -158,19 +158,26 @@ fn reductions_over_nodes_send_fewer_bytes_between_nodes() {
         }
         // Traffic inside nodes, then between nodes.
         let links = links.into_inner();
-        let sent = |dtype| {
-            links.iter().for_each(|link| link.lock().unwrap().clear());
-            nodes.reduce_scatter(input(rank, 16, dtype), &[4; 4], ReduceOp::Sum)?.wait()?;
-            let bytes = links.iter().map(|link| link.lock().unwrap()["reduce_scatter"]);
-            Ok::<Vec<usize>, Error>(bytes.collect())
+        let sent = |collective, call: Result<Pending, Error>| {
+            call?.wait()?;
+            let bytes = links.iter().map(|link| link.lock().unwrap().remove(collective));
+            Ok::<Vec<_>, Error>(bytes.map(|bytes| bytes.unwrap_or(0)).collect())
         };
-        Ok([sent(DType::F32)?, sent(DType::F16)?])
+        let sum = |dtype| nodes.reduce_scatter(input(rank, 16, dtype), &[4; 4], ReduceOp::Sum);
+        links.iter().for_each(|link| link.lock().unwrap().clear());
+        Ok([
+            sent("reduce_scatter", sum(DType::F32))?,
+            sent("reduce_scatter", sum(DType::F16))?,
+            sent("all_gather", nodes.all_gather(input(rank, 4, DType::F32), &[4; 4]))?,
+        ])
     });
     let half = if is_exact { 16 } else { 32 };
-    for [float32, float16] in sent.unwrap() {
+    for [float32, float16, gathered] in sent.unwrap() {
         // In a flat world, a rank sends 32 of its 64 bytes to the other node.
         assert_eq!(float32, [32, 16]);
         // The sums of nodes are not rounded before they are sent to other nodes.
         assert_eq!(float16, [half, 16]);
+        // The 64 bytes of all four ranks: each rank sends its own 16 to the other node, once.
+        assert_eq!(gathered[1], 16);
     }
 }

@@ -28,6 +28,7 @@ pub const EVERYWHERE: &[Case] = cases![
 pub const IN_PROCESS: &[Case] = cases![
     counts_that_do_not_fit_the_rows_are_an_error_of_all_ranks,
     a_forgotten_partial_gradient_is_found_in_the_first_step,
+    other_gradients_on_the_ranks_of_a_model_axis_are_found_in_the_first_step,
     a_token_without_a_row_is_an_error_of_all_ranks,
     a_table_that_is_not_cut_is_an_error_of_all_ranks,
     rows_of_an_embedding_are_sent_once,
@@ -232,8 +233,20 @@ impl Scaled {
 
     fn loss(&self, group: &Communicator) -> Tensor<1> {
         let x = Tensor::<2>::ones([4, INPUTS], (&self.scale.val().device(), DType::F32));
-        let hidden = relu(self.up.forward(enter(x, group))) * self.scale.val().unsqueeze();
-        leave(self.down.forward(hidden), group).square().mean()
+        self.region(enter(x, group), group).square().mean()
+    }
+
+    /// The region, which ends here.
+    fn region(&self, x: Tensor<2>, group: &Communicator) -> Tensor<2> {
+        let hidden = relu(self.up.forward(x)) * self.scale.val().unsqueeze();
+        leave(self.down.forward(hidden), group)
+    }
+
+    /// A layout of two ranks with the slices of the region.
+    fn layout(mesh: &Mesh) -> Layout {
+        Layout::new(mesh)
+            .with_place(Place::shard(r"\bup\.weight$", "tp", 1))
+            .with_place(Place::shard(r"\bdown\.weight$", "tp", 0))
     }
 }
 
@@ -244,10 +257,7 @@ fn a_forgotten_partial_gradient_is_found_in_the_first_step() {
     let train = |partial: bool| {
         ranks_here(2, |world| {
             let mesh = Mesh::new(&world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
-            let mut layout = Layout::new(&mesh)
-                .with_muon(config.muon.clone())
-                .with_place(Place::shard(r"^up\.weight$", "tp", 1))
-                .with_place(Place::shard(r"^down\.weight$", "tp", 0));
+            let mut layout = Scaled::layout(&mesh).with_muon(config.muon.clone());
             if partial {
                 layout = layout.with_place(Place::partial("^scale$", "tp"));
             }
@@ -279,6 +289,59 @@ fn a_forgotten_partial_gradient_is_found_in_the_first_step() {
     let text = train(false).expect_err("its gradients differ").to_string();
     for words in ["`scale`", "not the same on the ranks along `tp`", "`Place::partial`"] {
         assert!(text.contains(words), "{text}");
+    }
+}
+
+/// A layer before a region.
+#[derive(Module, Debug)]
+struct Led {
+    before: Linear,
+    region: Scaled,
+}
+
+/// Omissions that give the ranks of a model axis other gradients.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Forgotten {
+    Nothing,
+    /// Each rank has data of its own.
+    EqualData,
+    /// The region begins without `enter`.
+    Enter,
+}
+
+fn other_gradients_on_the_ranks_of_a_model_axis_are_found_in_the_first_step() {
+    for forgotten in [Forgotten::Nothing, Forgotten::EqualData, Forgotten::Enter] {
+        let outcomes = ranks_here(2, |world| {
+            let (comm, traffic) = counted(world.communicator());
+            let world = World::new(comm, world.device().clone());
+            let mesh = Mesh::new(&world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
+            let layout = Scaled::layout(&mesh).with_place(Place::partial(r"\.scale$", "tp"));
+            let device = world.device();
+            let led = Led { before: layer(INPUTS, INPUTS, 7, device), region: Scaled::new(device) };
+            let (led, mut optim) = DistMuonConfig::new().start(&layout, led)?;
+            let data = if forgotten == Forgotten::EqualData { 1 + world.rank() } else { 1 };
+            let x = Tensor::<2>::full([4, INPUTS], data as f32, (device, DType::F32));
+            let group = mesh.group("tp").expect("an axis of the mesh");
+            traffic.lock().unwrap().clear();
+            let x = led.before.forward(x);
+            let x = if forgotten == Forgotten::Enter { x } else { enter(x, group) };
+            let loss = led.region.region(x, group).square().mean();
+            let gradients = optim.backward(&loss, &led)?;
+            let sent = std::mem::take(&mut *traffic.lock().unwrap());
+            Ok((sent, optim.step(0.01, led, gradients).map(drop)))
+        });
+        for (sent, outcome) in outcomes.unwrap() {
+            if forgotten != Forgotten::Nothing {
+                let text = outcome.expect_err("the gradients differ").to_string();
+                let is_named = text.contains("`before.") && text.contains("along `tp`");
+                assert!(is_named, "{forgotten:?}: {text}");
+                continue;
+            }
+            outcome.unwrap();
+            // The sums at the region's end and, in the backward pass, at its beginning.
+            let sums = 2 * 4 * INPUTS * 4;
+            assert!(sent["all_reduce"] == sums || !worlds::is_exact(), "{sent:?}");
+        }
     }
 }
 

@@ -37,6 +37,7 @@ pub const EVERYWHERE: &[Case] = cases![
 
 pub const IN_PROCESS: &[Case] = cases![
     the_uses_of_a_pass_are_one_small_message,
+    a_rank_holds_one_parameter_that_it_leaves_out_until_the_backward_pass,
     passes_in_another_order_are_rejected_also_where_parameters_may_be_unused,
     parameters_that_only_some_ranks_use_are_rejected_unless_allowed,
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
@@ -291,6 +292,30 @@ fn heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones() {
             let what = format!("{count} ranks, {of:?}, layout {index}");
             assert_equal(&expected, &on(Some(layout)), &what);
         }
+    }
+}
+
+/// Whole weights of heads: one at a time where a rank leaves them out. What only some ranks use,
+/// those hold until the end of the backward pass: also when the trunk is gathered.
+fn a_rank_holds_one_parameter_that_it_leaves_out_until_the_backward_pass() {
+    const HEAD: usize = WIDTH * 24 * 4;
+    const TRUNK: usize = WIDTH * WIDTH * 4; // of which each rank has half
+    let run = ranks_here(2, |world| {
+        let world = with_checkpoints(&world);
+        let layout = flat(&world).owned("dp").with_ahead_mb(0.0).allow_unused();
+        let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+        let optim = config().init_on(&layout, &net)?;
+        // Ranks use the first head or the second, the third is that of no rank.
+        let loss = net.loss(Some(&layout), 0, world.rank());
+        let after_forward = optim.memory().gathered.now;
+        layout.backward(&loss, &net)?;
+        let memory = optim.memory().gathered;
+        Ok((after_forward, memory.now, memory.peak))
+    });
+    for (after_forward, now, peak) in run.unwrap() {
+        assert!(after_forward <= HEAD, "{after_forward}");
+        assert_eq!(now, 0);
+        assert!((HEAD + TRUNK / 2..=2 * HEAD).contains(&peak), "{peak}");
     }
 }
 

@@ -2,11 +2,13 @@
 //! loaded, mapped, or cloned with other values.
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
 use distmuon::{Error, GradientBuffer, Result};
+use distmuon_testing::logs;
 use distmuon_testing::models::{assert_same_weights, bits, values, weights};
 use distmuon_testing::worlds::Folder;
 
@@ -329,4 +331,30 @@ pub fn averages_are_those_of_whole_parameters() {
     for kind in LAYOUTS {
         assert_equal(&expected, &average(Some(kind)), &format!("{kind:?}"));
     }
+}
+
+pub fn passes_that_are_not_trained_are_warned_of() {
+    const USES: usize = 10_000;
+    #[derive(Module, Debug)]
+    struct Forgetful {
+        never_trained: Linear,
+    }
+    logs::collect();
+    let warnings =
+        || logs::with(&["WARN", "`never_trained.weight` was used", "discard_pass"]).len();
+    let run = ranks_here(1, |world| {
+        let layout = Layout::from(&world).owned("dp").with_small_elements(1);
+        let layer = LinearConfig::new(8, 8).with_bias(false).init(world.device());
+        let net = layout.shard(Forgetful { never_trained: layer })?;
+        let mut seen = vec![];
+        for _ in 0..2 {
+            for last in [1, USES - 1] {
+                (0..last).for_each(|_| drop(net.never_trained.weight.val()));
+                seen.push(warnings());
+            }
+            layout.discard_pass()?;
+        }
+        Ok(seen)
+    });
+    assert_eq!(run.unwrap(), [[0, 1, 1, 2]]);
 }

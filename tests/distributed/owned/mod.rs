@@ -69,13 +69,14 @@ use identities::{
     averages_are_those_of_whole_parameters,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
-    parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
-    values_of_other_models_at_one_place_are_rejected,
+    parameters_with_new_identities_are_trained, passes_that_are_not_trained_are_warned_of,
+    runs_continue_in_models_that_are_made_anew, values_of_other_models_at_one_place_are_rejected,
 };
 use messages::{
     a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
-    a_weight_is_gathered_for_each_of_its_uses,
+    a_weight_is_gathered_for_each_of_its_uses, an_iteration_sends_what_the_guide_says,
+    gradients_of_micro_batches_are_reduced_once,
     new_values_of_many_layers_are_published_in_few_calls,
 };
 use rejections::{
@@ -107,10 +108,13 @@ use rows::{
 };
 
 pub const IN_PROCESS: &[Case] = cases![
+    passes_that_are_not_trained_are_warned_of,
     a_rank_holds_and_sends_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_weight_is_gathered_for_each_of_its_uses,
+    an_iteration_sends_what_the_guide_says,
+    gradients_of_micro_batches_are_reduced_once,
     new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
