@@ -18,8 +18,8 @@ mod sync {
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use rounds::{RoundKey, Rounds, WaitPoint};
-use shuttle::sync::{Arc, Condvar, Mutex};
+use rounds::{Blocked, RoundKey, Rounds, WaitPoint};
+use shuttle::sync::{Arc, Condvar, Mutex, mpsc};
 use shuttle::thread;
 use thread_rounds::{Failure, Participant, ThreadRounds};
 
@@ -253,6 +253,31 @@ struct Started {
 impl Process {
     /// Makes a call of a group, and waits for its end. Returns `false` if the world failed.
     fn call(&self, group: u64, members: &[usize]) -> bool {
+        let key = self.start(group);
+        self.finish(key, members)
+    }
+
+    /// Makes all calls. Another thread for each group waits for their ends.
+    fn run_ahead(self: Arc<Self>, calls: Calls) {
+        let mut watches = HashMap::new();
+        for (group, members) in calls {
+            let (orders, _) = watches.entry(group).or_insert_with(|| {
+                let (orders, received) = mpsc::channel();
+                let (process, members) = (self.clone(), members.clone());
+                let watch = move || received.iter().all(|key| process.finish(key, &members));
+                (orders, thread::spawn(watch))
+            });
+            // A watch ends early if the world has failed.
+            _ = orders.send(self.start(group));
+        }
+        for (orders, watch) in watches.into_values() {
+            drop(orders);
+            watch.join().expect("no watch panics");
+        }
+    }
+
+    /// Makes a call of a group.
+    fn start(&self, group: u64) -> RoundKey {
         let key = {
             let mut counts = self.counts.lock().unwrap();
             let count = counts.entry(group).or_default();
@@ -262,6 +287,12 @@ impl Process {
         let mut engine = self.world.engine.lock().unwrap();
         engine.ranks.entry(key).or_default().insert(self.rank);
         self.world.progress.notify_all();
+        key
+    }
+
+    /// Waits for the end of a call. Returns `false` if the world failed.
+    fn finish(&self, key: RoundKey, members: &[usize]) -> bool {
+        let mut engine = self.world.engine.lock().unwrap();
         let mut is_reported = false;
         while engine.ranks[&key].len() < members.len() && !engine.has_failed {
             if is_reported {
@@ -296,10 +327,11 @@ impl Process {
         waiting.insert(thread::current().id(), WaitPoint::ExternalCall(key));
         let points: Vec<_> = waiting.values().copied().collect();
         drop(waiting);
-        if points.len() == self.callers {
+        let in_order = self.callers == 1;
+        if in_order || points.len() == self.callers {
             let counts = self.counts.lock().unwrap().clone();
             let mut server = self.world.server.lock().unwrap();
-            server.rounds.block_after(self.rank, counts, points);
+            server.rounds.block_after(self.rank, counts, Blocked { points, in_order });
             server.is_blocked = true;
             self.world.news.notify_all();
         }
@@ -325,8 +357,9 @@ impl ExternalWorld {
 /// The calls of a thread: a group and its members for each.
 type Calls = Vec<(u64, Vec<usize>)>;
 
-/// Runs the threads of three processes, and returns the failure of the world.
-fn run_processes(calls: fn(rank: usize) -> Vec<Calls>) -> Option<Failure> {
+/// Runs the threads of three processes, and returns the failure of the world. Those with one thread
+/// may go on before their calls have ended.
+fn run_processes(runs_ahead: bool, calls: fn(rank: usize) -> Vec<Calls>) -> Option<Failure> {
     let rounds = Rounds::new(3, Duration::from_secs(3600));
     let world = Arc::new(ExternalWorld {
         server: Mutex::new(Server { rounds, is_blocked: false, ended: false }),
@@ -349,8 +382,9 @@ fn run_processes(calls: fn(rank: usize) -> Vec<Calls>) -> Option<Failure> {
         });
         calls.into_iter().map(move |calls| {
             let process = process.clone();
-            thread::spawn(move || {
-                _ = calls.iter().all(|(group, members)| process.call(*group, members));
+            thread::spawn(move || match runs_ahead {
+                true => process.run_ahead(calls),
+                false => _ = calls.iter().all(|(group, members)| process.call(*group, members)),
             })
         })
     });
@@ -366,7 +400,7 @@ fn run_processes(calls: fn(rank: usize) -> Vec<Calls>) -> Option<Failure> {
 #[test]
 fn processes_whose_threads_will_be_served_do_not_fail() {
     let world = || {
-        let failure = run_processes(|rank| {
+        let failure = run_processes(false, |rank| {
             let all = (0, vec![0, 1, 2]);
             let pair = |first: usize| (1 + first as u64, vec![first, first + 1]);
             // Rank 2 serves rank 1, which then serves rank 0, in one thread. The other thread
@@ -387,11 +421,43 @@ fn processes_whose_threads_will_be_served_do_not_fail() {
 #[test]
 fn processes_all_of_whose_threads_wait_for_each_other_fail() {
     let world = || {
-        let failure = run_processes(|rank| {
+        let failure = run_processes(false, |rank| {
             let in_group = |group: u64| (group, vec![0, 1, 2]);
             // Both threads come to calls that others never make, one of them after a call of all.
             let other = u64::from(rank == 0);
             vec![vec![in_group(1 + other)], vec![in_group(0), in_group(3 + other)]]
+        });
+        let Some(Failure::Mismatch { calls }) = failure else { panic!("{failure:?}") };
+        assert!(calls.contains("in group"), "{calls}");
+    };
+    shuttle::check_random(world, INTERLEAVINGS);
+    shuttle::check_pct(world, INTERLEAVINGS, 3);
+}
+
+#[test]
+fn processes_that_run_ahead_in_one_order_do_not_fail() {
+    let world = || {
+        let failure = run_processes(true, |rank| {
+            // Each rank makes those of its groups, in this order.
+            let groups = [(0, vec![0, 1, 2]), (1, vec![0, 1]), (2, vec![1, 2]), (3, vec![2, 0])];
+            let order = [1, 0, 2, 3, 1, 0, 3, 2, 2, 1];
+            let calls = order.map(|group| groups[group].clone()).into_iter();
+            vec![calls.filter(|(_, members)| members.contains(&rank)).collect()]
+        });
+        assert_eq!(failure, None);
+    };
+    shuttle::check_random(world, INTERLEAVINGS);
+    shuttle::check_pct(world, INTERLEAVINGS, 3);
+}
+
+#[test]
+fn processes_that_run_ahead_to_calls_that_others_never_make_fail() {
+    let world = || {
+        let failure = run_processes(true, |rank| {
+            let in_group = |group: u64| (group, vec![0, 1, 2]);
+            // Rank 0 makes one call that the others leave out, and they one that it leaves out.
+            let other = if rank == 0 { 1 } else { 2 };
+            vec![vec![in_group(0), in_group(other), in_group(0), in_group(3)]]
         });
         let Some(Failure::Mismatch { calls }) = failure else { panic!("{failure:?}") };
         assert!(calls.contains("in group"), "{calls}");

@@ -15,6 +15,10 @@
 //! Ranks that make different calls in different groups wait for each other without an end. A rank
 //! is *blocked* if all of its threads that make calls wait. Of blocked ranks each of which waits
 //! for another one of them, none can go on: that is a deadlock, which ends the world at once.
+//!
+//! A rank of which one thread makes all calls may go on before its external calls have ended. It is
+//! then blocked *in order*, at each of them. If all ranks make their calls in one order, no circle
+//! of ranks can each have made a call before the call that the rank before it waits for.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
@@ -112,12 +116,31 @@ struct Wait {
     call: Arc<str>,
 }
 
+/// The points at which a rank is blocked. None for a rank that may go on.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Blocked {
+    /// The points at which the rank waits.
+    pub points: Vec<WaitPoint>,
+    /// `true` if one thread makes all of the rank's calls: no later one comes before one of these.
+    /// Otherwise, each of several threads waits at one of the points.
+    pub in_order: bool,
+}
+
+impl Blocked {
+    /// Returns `true` if the rank can't go on, given the points that will never be complete.
+    fn is_stuck(&self, never: impl Fn(&WaitPoint) -> bool) -> bool {
+        match self.in_order {
+            true => self.points.iter().any(never),
+            false => !self.points.is_empty() && self.points.iter().all(never),
+        }
+    }
+}
+
 #[derive(Default)]
 struct Rank {
     /// Several threads of a process may wait at once.
     waits: Vec<Wait>,
-    /// The points at which it is blocked. Empty for a rank that may go on.
-    blocked: Vec<WaitPoint>,
+    blocked: Blocked,
     /// The time since which it is busy.
     busy: Option<Instant>,
     /// `true` once the log has told that it is busy for long.
@@ -270,11 +293,13 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
 
     /// Notes that a rank no longer waits at a point. Its other threads may wait at others.
     pub fn clear_wait(&mut self, rank: usize, point: WaitPoint) {
-        let state = &mut self.ranks[rank];
-        state.waits.retain(|wait| wait.point != point);
-        // One thread of the rank goes on, so the rank as a whole is not blocked.
-        if state.blocked.contains(&point) {
-            state.blocked.clear();
+        let Rank { waits, blocked, .. } = &mut self.ranks[rank];
+        waits.retain(|wait| wait.point != point);
+        if blocked.in_order {
+            blocked.points.retain(|other| *other != point);
+        } else if blocked.points.contains(&point) {
+            // One thread of the rank goes on, so the rank as a whole is not blocked.
+            blocked.points.clear();
         }
     }
 
@@ -283,26 +308,31 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         self.ranks[rank].waits.len()
     }
 
-    /// Notes that all threads of a rank that make calls wait at some of its points. It may have
-    /// ceased to wait at one of them since it said so.
-    pub fn block(&mut self, rank: usize, points: Vec<WaitPoint>) {
+    /// Notes that a rank is blocked at some points. It may have ceased to wait at one of them since
+    /// it said so.
+    pub fn block(&mut self, rank: usize, mut blocked: Blocked) {
         let state = &mut self.ranks[rank];
         let waits_at = |point: &WaitPoint| state.waits.iter().any(|wait| wait.point == *point);
         // The message that a rank is blocked may be overtaken by the end of one of its waits.
-        if points.iter().all(waits_at) {
-            state.blocked = points;
+        if blocked.in_order {
+            // Several threads may watch calls, and their messages may come in another order.
+            blocked.points.append(&mut state.blocked.points);
+            blocked.points.retain(waits_at);
+        } else if !blocked.points.iter().all(waits_at) {
+            return;
         }
+        state.blocked = blocked;
     }
 
     /// [`block`](Self::block) at all points of the rank.
     pub fn block_everywhere(&mut self, rank: usize) {
         let points = self.ranks[rank].waits.iter().map(|wait| wait.point).collect();
-        self.block(rank, points);
+        self.block(rank, Blocked { points, in_order: false });
     }
 
     /// Returns `true` if no rank can go on by itself.
     pub fn all_are_blocked(&self) -> bool {
-        self.ranks.iter().all(|rank| rank.departed || !rank.blocked.is_empty())
+        self.ranks.iter().all(|rank| rank.departed || !rank.blocked.points.is_empty())
     }
 
     /// Ends the world if blocked ranks wait for each other, and returns the failure.
@@ -317,12 +347,15 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         }
         // The largest set of ranks each of which waits for another one of the set: start with all
         // blocked ranks, and take out those that may go on until none is left to take out.
-        let mut stuck: Vec<bool> =
-            self.ranks.iter().map(|rank| !rank.blocked.is_empty() && !rank.departed).collect();
+        let mut stuck: Vec<bool> = self
+            .ranks
+            .iter()
+            .map(|rank| !rank.blocked.points.is_empty() && !rank.departed)
+            .collect();
         loop {
             // A thread goes on if all ranks that it waits for may arrive.
-            let is_stuck = |point: &WaitPoint| missing[point].iter().any(|rank| stuck[*rank]);
-            let is_free = |rank: &usize| !self.ranks[*rank].blocked.iter().all(is_stuck);
+            let never = |point: &WaitPoint| missing[point].iter().any(|rank| stuck[*rank]);
+            let is_free = |rank: &usize| !self.ranks[*rank].blocked.is_stuck(never);
             let free: Vec<usize> =
                 (0..stuck.len()).filter(|rank| stuck[*rank] && is_free(rank)).collect();
             if free.is_empty() {
@@ -407,7 +440,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         self.departed += usize::from(!std::mem::replace(&mut state.departed, true));
         // A departed rank waits for nothing, and others must not be told that it blocks.
         state.waits.clear();
-        state.blocked.clear();
+        state.blocked = Blocked::default();
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
         let unmet = waits.into_iter().find(|wait| self.is_missing(rank, wait));
         if let Some(cause) = unmet.map(|wait| self.early_return(wait)) {
@@ -615,10 +648,14 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         &mut self,
         rank: usize,
         external_calls: HashMap<u64, u64>,
-        points: Vec<WaitPoint>,
+        blocked: Blocked,
     ) {
-        self.ranks[rank].external_calls = external_calls;
-        self.block(rank, points);
+        let counts = &mut self.ranks[rank].external_calls;
+        for (group, count) in external_calls {
+            // Of two threads, the message with fewer calls may come last.
+            counts.entry(group).and_modify(|known| *known = count.max(*known)).or_insert(count);
+        }
+        self.block(rank, blocked);
     }
 
     /// Ends the world if any rank has waited for too long, and returns the failure.

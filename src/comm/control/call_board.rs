@@ -117,8 +117,8 @@ impl CallBoard {
             Request::ClearWait { key } => {
                 self.rounds.clear_wait(rank, WaitPoint::ExternalCall(key));
             }
-            Request::Blocked { points, external_calls } => {
-                self.rounds.block_after(rank, external_calls.into_iter().collect(), points);
+            Request::Blocked { blocked, external_calls } => {
+                self.rounds.block_after(rank, external_calls.into_iter().collect(), blocked);
                 self.is_blocked = true;
             }
             Request::Busy(busy) => self.rounds.set_busy(rank, busy, now),

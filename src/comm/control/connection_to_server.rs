@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::super::rounds::{Failure, RoundKey, WaitPoint};
+use super::super::rounds::{Blocked, Failure, RoundKey, WaitPoint};
 use super::REPORT_AFTER;
 use super::heartbeat_times::{HeartbeatTimes, STALL};
 use super::protocol::{
@@ -63,8 +63,22 @@ struct Shared {
 #[derive(Default)]
 struct Callers {
     threads: HashSet<ThreadId>,
-    /// The threads that have waited for some time, and for what.
+    /// The waits of these threads that have lasted for some time.
     waiting: HashMap<ThreadId, WaitPoint>,
+    /// The threads that have watched calls of these threads for some time.
+    watching: HashMap<ThreadId, WaitPoint>,
+}
+
+impl Callers {
+    /// The points at which the rank is blocked, if it is.
+    fn blocked(&self) -> Option<Blocked> {
+        let in_order = self.threads.len() == 1;
+        let are_all_waiting = self.waiting.len() == self.threads.len();
+        // The calls of several threads have no order: a watched one tells nothing of the others.
+        let watched = in_order.then_some(self.watching.values()).into_iter().flatten();
+        let points = self.waiting.values().chain(watched).copied().collect();
+        (in_order || are_all_waiting).then_some(Blocked { points, in_order })
+    }
 }
 
 /// The wait of a thread, until this value is dropped.
@@ -72,7 +86,9 @@ pub struct Waiting<'a>(&'a ServerConnection);
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.callers().waiting.remove(&thread::current().id());
+        let (mut callers, thread) = (self.0.callers(), thread::current().id());
+        callers.waiting.remove(&thread);
+        callers.watching.remove(&thread);
     }
 }
 
@@ -133,22 +149,20 @@ impl ServerConnection {
         REPORT_AFTER.min(self.deadline / 2)
     }
 
-    /// Notes that this thread has waited for some time. If all threads that make calls have, rank 0
-    /// is told of it. A thread that makes no calls only watches the calls of others.
+    /// Notes that this thread has waited for some time. If that blocks this rank, rank 0 is told of
+    /// it. A thread that makes no calls watches the calls of others.
     pub fn waits_at(&self, point: WaitPoint) -> Waiting<'_> {
         let mut callers = self.callers();
         let thread = thread::current().id();
-        // A thread that has made no call of its own, such as a watcher, does not decide whether the
-        // rank is blocked.
-        if callers.threads.contains(&thread) {
-            callers.waiting.insert(thread, point);
-        }
-        let are_all = callers.waiting.len() == callers.threads.len();
-        let points: Vec<WaitPoint> = callers.waiting.values().copied().collect();
+        let is_caller = callers.threads.contains(&thread);
+        let Callers { waiting, watching, .. } = &mut *callers;
+        if is_caller { waiting } else { watching }.insert(thread, point);
+        let blocked = callers.blocked();
         // Before the message, whose write may wait.
         drop(callers);
-        if are_all {
-            self.notify(&Request::Blocked { points, external_calls: self.counts() });
+        if let Some(blocked) = blocked {
+            // Counted later than the points: a call that is missing here comes after them.
+            self.notify(&Request::Blocked { blocked, external_calls: self.counts() });
         }
         Waiting(self)
     }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 
-use super::super::rounds::{Failure, RoundKey, WaitPoint};
+use super::super::rounds::{Blocked, Failure, RoundKey};
 
 /// The longest content of a frame of a process that is not authenticated, in bytes.
 pub const MAX_UNAUTHENTICATED_MESSAGE: usize = 1 << 10;
@@ -109,10 +109,11 @@ pub enum Request {
         /// The key of the [`Wait`](Self::Wait).
         key: RoundKey,
     },
-    /// All threads of the member that make calls have waited for some time.
+    /// All threads of the member that make calls have waited for some time, or calls of its only
+    /// such thread have not ended for some time.
     Blocked {
-        /// The points at which they wait.
-        points: Vec<WaitPoint>,
+        /// The points of these waits.
+        blocked: Blocked,
         /// The number of its external calls in every group.
         external_calls: Vec<(u64, u64)>,
     },

@@ -321,10 +321,6 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
 
 /// Layer 0 comes last in a backward pass: rank 1 is already at the comparison.
 pub fn a_parameter_that_one_rank_does_not_use_is_named() {
-    if worlds::results_may_be_early() {
-        excused("a rank that waits for nothing but results, which only the deadline ends");
-        return;
-    }
     for unused in [0, 7, 15] {
         let errors = errors(|world| {
             let layout = Layout::new(&Mesh::flat(world)).overlap_backward();
@@ -335,7 +331,12 @@ pub fn a_parameter_that_one_rank_does_not_use_is_named() {
             }
             layout.backward(&output(&used, ones(world.device())), &net)
         });
-        assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]);
+        assert_says(&errors, &["the ranks disagree"]);
+        if worlds::results_may_be_early() {
+            // The call that the other rank does not come to has returned.
+            continue;
+        }
+        assert_says(&errors, &["(while ", "`layers."]);
         let unused = format!(" of `layers.{unused}.weight`)");
         assert!(errors.iter().any(|error| error.to_string().contains(&unused)), "{errors:?}");
     }
@@ -651,26 +652,20 @@ pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
         let expected = train(lay, None).unwrap();
         assert!(train(lay, Some(1)).unwrap() == expected);
     }
-    if worlds::results_may_be_early() {
-        excused("a rank that waits for nothing but results, which only the deadline ends");
-        return;
-    }
     let owned: [fn(Layout) -> Layout; 2] =
         [|layout| layout.owned("dp"), |layout| layout.rows("dp")];
     for (lay, evaluating) in owned.into_iter().flat_map(|lay| [0, 1].map(|rank| (lay, rank))) {
         let start = Instant::now();
         let error = train(lay, Some(evaluating)).expect_err("one rank makes other calls");
         assert!(start.elapsed() < DEADLINE / 4, "{:?}: {error}", start.elapsed());
-        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+        // NCCL's test library may see it first, in calls of one group.
+        let is_by_library = worlds::name() == "nccl" && error.to_string().contains("invalid usage");
+        assert!(matches!(error, Error::Mismatch { .. }) || is_by_library, "{error}");
     }
 }
 
 /// The usual mistake: `if world.is_main() { optim.save(..) }`.
 pub fn calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once() {
-    if worlds::results_may_be_early() {
-        excused("a rank that waits for nothing but results, which only the deadline ends");
-        return;
-    }
     let folder = Folder::create();
     let path = &folder.path().join("run.ckpt");
     for (is_owned, saving) in [(true, 0), (true, 1), (false, 1)] {
