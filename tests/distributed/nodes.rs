@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::Error;
 use distmuon::comm::ReduceOp;
 use distmuon::comm::{Communicator, Hierarchy, Pending};
-use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place, Publish};
 use distmuon_testing::models::{Layers, bits};
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, watched};
@@ -86,26 +86,40 @@ fn groups_of_the_same_ranks_have_one_communicator() {
         ("owned slices", slices.to_vec(), |layout| layout.owned("dp"), 3),
     ];
     for (name, axes, owned, expected) in cases {
-        let made = ranks(4, |world| {
-            let before = world.comm().communicators();
-            let mesh = Mesh::new(&world, axes.clone())?;
-            let layout = owned(Layout::new(&mesh)).with_small_elements(8);
-            let layout = match axes.iter().any(Axis::is_model) {
-                true => layout.with_place(Place::shard(r"^layers\.0\.", "tp", 1)),
-                false => layout,
-            };
-            let model = layout.shard(Layers::square(3, 8, world.device()))?;
-            let optim = DistMuonConfig::new().init_on(&layout, &model)?;
-            assert_eq!(optim.memory().communicators, world.comm().communicators());
-            let described = match world.comm().communicators() {
-                1 => ", 1 communicator each".to_owned(),
-                count => format!(", {count} communicators each"),
-            };
-            let text = world.describe()?;
-            assert!(text.contains(&described) || !world.is_main(), "{text}");
-            Ok(world.comm().communicators() - before)
-        });
-        assert_eq!(made.unwrap(), [expected; 4], "{name}");
+        let made = |publish: Publish, has_nodes: bool| {
+            ranks(4, |world| {
+                let world = if has_nodes {
+                    world.clone().by_node(&(world.rank() / 2).to_string())?
+                } else {
+                    world
+                };
+                let before = world.comm().communicators();
+                let mesh = Mesh::new(&world, axes.clone())?;
+                let layout = owned(Layout::new(&mesh)).with_small_elements(8);
+                let layout = match axes.iter().any(Axis::is_model) {
+                    true => layout.with_place(Place::shard(r"^layers\.0\.", "tp", 1)),
+                    false => layout,
+                };
+                let model = layout.shard(Layers::square(3, 8, world.device()))?;
+                let optim = DistMuonConfig::new().with_publish(publish).init_on(&layout, &model)?;
+                assert_eq!(optim.memory().communicators, world.comm().communicators());
+                let described = match world.comm().communicators() {
+                    1 => ", 1 communicator each".to_owned(),
+                    count => format!(", {count} communicators each"),
+                };
+                let text = world.describe()?;
+                assert!(text.contains(&described) || !world.is_main(), "{text}");
+                Ok((world.comm().communicators(), before))
+            })
+            .unwrap()
+        };
+        assert_eq!(made(Publish::Now, false), [(1 + expected, 1); 4], "{name}");
+        // With slices, whole parameters have another group than slices of them.
+        let more = if axes.iter().any(Axis::is_model) { 2 } else { 1 };
+        assert_eq!(made(Publish::AtFirstUse, false), [(1 + expected + more, 1); 4], "{name}");
+        for (all, _) in made(Publish::Now, true) {
+            assert!(all <= 3 * (1 + expected), "{name}: {all} with nodes");
+        }
     }
 }
 

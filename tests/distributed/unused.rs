@@ -17,7 +17,7 @@ use distmuon::link::Link;
 use distmuon::{Error, GradientBuffer, MuonConfig, Result, RoutingRule};
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
-use distmuon_testing::watched::watched;
+use distmuon_testing::watched::{watched, with_counted_values};
 use distmuon_testing::worlds::{self, Case, cases};
 
 use crate::cuts::{Cutting, product, slices};
@@ -913,6 +913,22 @@ fn the_uses_of_a_pass_are_one_small_message() {
     let (without, mut with) = (calls(|layout| layout), calls(Layout::allow_unused));
     assert_eq!(with.remove(0), "or_bytes");
     assert_eq!(with, without, "all else is the same if all ranks use the same");
+
+    // Five bits for each of the four owned weights, and a bit for each if uses differ. The
+    // comparison at the end of a pass has 32 bytes.
+    for (task, bytes) in [([0, 0], 3 + 32), ([0, 1], 3 + 1 + 32)] {
+        let sent = ranks_here(2, |world| {
+            let (world, values) = with_counted_values(&with_checkpoints(&world));
+            let layout = flat(&world).owned("dp").allow_unused();
+            let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+            let loss = net.loss(Some(&layout), 0, task[world.rank()]);
+            values.lock().unwrap().clear();
+            layout.backward(&loss, &net)?;
+            let sent = values.lock().unwrap().get("or_bytes").copied();
+            Ok(sent)
+        });
+        assert_eq!(sent.unwrap(), [Some(bytes); 2], "{task:?}");
+    }
 
     let times = ranks_here(2, |world| {
         let start = Instant::now();

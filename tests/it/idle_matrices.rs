@@ -251,3 +251,24 @@ fn the_clocks_of_experts_are_in_checkpoints() {
         net.assert_equal(&name);
     }
 }
+
+#[test]
+fn a_loss_that_reaches_an_idle_expert_moves_it_however_small_it_is() {
+    let device = Device::default().autodiff();
+    for weight in [1e-2, 1e-6, 1e-12] {
+        let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
+        let mut net = Experts::new(&device);
+        let mut optim = muon.with_rule(RoutingRule::muon("layers")).init_batched(&net).unwrap();
+        let before = net.stack.val().inner();
+        let stack = net.stack.val();
+        // Tokens reach the first expert alone.
+        let loss = stack.clone().slice(s![0..1, .., ..]).square().mean();
+        let gradients = (loss + stack.sum() * weight).backward();
+        let gradients = GradientsParams::from_grads(gradients, &net);
+        net = optim.step(0.05, net, gradients).unwrap();
+        let change = (net.stack.val().inner() - before).square().mean_dims(&[1, 2]).sqrt();
+        let change: Vec<f32> = change.into_data().iter().collect();
+        // A gradient of equal elements has rank 1, and all elements of its update are equal.
+        assert!(change.iter().all(|rms| *rms > 1e-3), "{weight}: {change:?}");
+    }
+}

@@ -14,10 +14,10 @@ use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, DistMuonConfig, GradDtype, Gradients, Keep, Layout, LossScaleConfig, Mesh, Place, Publish,
 };
-use distmuon::parts::MaxNorm;
+use distmuon::parts::{Hyperball, MaxNorm, Part, RadialBrake};
 use distmuon::{
     Coefficients, Error, IterationForm, MasterWeights, MuonConfig, NewtonSchulzConfig, Result,
-    RoutingRule,
+    RoutingRule, WeightDecay,
 };
 use distmuon_testing::combinations::{self, combinations, routed, separable};
 use distmuon_testing::models::{
@@ -732,9 +732,17 @@ fn a_step_assembles_and_distributes_every_matrix_once() {
             assert_eq!(sent["all_to_all"], 2 * part, "{sent:?}");
         }
     }
-    let limited = config.muon.clone().with_parts(vec![MaxNorm::new(1.0).into()]);
-    for sent in sent_by_a_step(config.with_muon(limited), DType::F32) {
-        assert_eq!(sent["all_to_all"], 3 * part, "{sent:?}");
+    let muon = || config.muon.clone();
+    let parts: [Part; 3] =
+        [MaxNorm::new(1.0).into(), Hyperball::initial().into(), RadialBrake::new(0.5, 1.0).into()];
+    let with_parts = parts.map(|part| {
+        config.clone().with_muon(muon().with_parts(vec![part]).with_weight_decay(0.0.into()))
+    });
+    let coupled = muon().with_weight_decay(WeightDecay::Coupled(0.1.into()));
+    for config in with_parts.into_iter().chain([config.clone().with_muon(coupled)]) {
+        for sent in sent_by_a_step(config.clone(), DType::F32) {
+            assert_eq!(sent["all_to_all"], 3 * part, "{:?}: {sent:?}", config.muon);
+        }
     }
 }
 

@@ -63,9 +63,9 @@ fn with_counted_calls(world: &World) -> (World, Calls) {
     (world, calls)
 }
 
-/// The gathers and the reductions of a pass after the first one, and the bytes that the reductions
+/// The gathers and the reductions of the last one of some passes, and the bytes that the reductions
 /// have sent, of every rank.
-fn calls_and_bytes(count: usize, keep: Keep) -> Vec<[usize; 3]> {
+fn calls_and_bytes(count: usize, keep: Keep, passes: usize) -> Vec<[usize; 3]> {
     let run = ranks_here(count, |world| {
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
@@ -75,7 +75,7 @@ fn calls_and_bytes(count: usize, keep: Keep) -> Vec<[usize; 3]> {
         let (mut blocks, mut optim) =
             DistMuonConfig::new().start(&layout, blocks.map(&mut Fixed::new(7)))?;
         let mut counts = [0; 3];
-        for _ in 0..3 {
+        for _ in 0..passes {
             calls.lock().unwrap().clear();
             traffic.lock().unwrap().clear();
             let x = Tensor::<2>::ones([4, WIDTH], (world.device(), DType::F32));
@@ -99,7 +99,7 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
         let keeps = [Keep::Nothing, Keep::Weights];
         for keep in if count < 8 { &keeps[..] } else { &keeps[..1] } {
             let keep = *keep;
-            let ranks = calls_and_bytes(count, keep);
+            let ranks = calls_and_bytes(count, keep, 3);
             let case = format!("{count} ranks, {keep:?}: {ranks:?}");
             let passes = if keep == Keep::Nothing { 2 } else { 1 };
             let [gathers, reductions, _] = ranks[0];
@@ -294,4 +294,30 @@ pub fn gradients_of_micro_batches_are_reduced_once() {
         assert_eq!((of_first, held, of_last), (0, all, of_one));
         assert!(of_one > 0);
     }
+}
+
+/// Gathering ahead needs the order of a pass before.
+pub fn the_first_pass_gathers_every_parameter_alone() {
+    for [gathers, ..] in calls_and_bytes(2, Keep::Weights, 1) {
+        assert_eq!(gathers, 6 * LAYERS);
+    }
+}
+
+pub fn reports_of_a_divided_model_send_nothing() {
+    let run = ranks_here(2, |world| {
+        let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+        let layout = Layout::from(&world).owned("dp").with_small_elements(1);
+        let (net, optim) = DistMuonConfig::new().start(&layout, super::layers(world.device()))?;
+        calls.lock().unwrap().clear();
+        // On one rank alone.
+        if world.is_main() {
+            let (table, count) = (layout.table(&net)?.to_string(), layout.num_params(&net)?);
+            assert!(table.contains("layers.0.weight") && count == 16 * 32 * 32);
+            layout.average(net.clone(), &net, 0.5)?;
+            assert!(!optim.memory().to_string().is_empty());
+        }
+        let calls = calls.lock().unwrap().clone();
+        Ok(calls)
+    });
+    assert_eq!(run.unwrap(), [BTreeMap::new(), BTreeMap::new()]);
 }

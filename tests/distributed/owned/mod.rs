@@ -77,7 +77,8 @@ use messages::{
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_weight_is_gathered_for_each_of_its_uses, an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
-    new_values_of_many_layers_are_published_in_few_calls,
+    new_values_of_many_layers_are_published_in_few_calls, reports_of_a_divided_model_send_nothing,
+    the_first_pass_gathers_every_parameter_alone,
 };
 use rejections::{
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,
@@ -115,6 +116,8 @@ pub const IN_PROCESS: &[Case] = cases![
     a_weight_is_gathered_for_each_of_its_uses,
     an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
+    reports_of_a_divided_model_send_nothing,
+    the_first_pass_gathers_every_parameter_alone,
     new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
