@@ -745,6 +745,38 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     }
 }
 
+/// The host's memory for passes that no backward pass follows.
+#[test]
+fn a_use_that_is_not_trained_keeps_up_to_64_kb_until_a_shorter_pass() {
+    const USES: usize = 200;
+    alone();
+    if !is_on_host() {
+        return;
+    }
+    let device = Device::default().autodiff().gradient_checkpointing();
+    let run = World::threads([device], |world| {
+        let layout = Layout::from(&world).owned("dp").with_small_elements(1).with_ahead_mb(0.0);
+        let linear = LinearConfig::new(16, 16).with_bias(false).init(world.device());
+        let layer = layout.shard(linear)?;
+        let input = Tensor::<2>::ones([1, 16], world.device());
+        let forward = |uses: usize| (0..uses).for_each(|_| drop(layer.forward(input.clone())));
+        let now = || ALLOCATOR.current_usage();
+        forward(1); // libraries
+        layout.discard_pass()?;
+        let before = now();
+        forward(USES);
+        let held = now() - before;
+        layout.discard_pass()?;
+        // Burn frees graphs in the next backward pass.
+        layout.backward(&layer.forward(input.clone()).mean(), &layer)?;
+        Ok::<_, Error>([held, now().saturating_sub(before)])
+    });
+    let [held, left] = run.unwrap()[0];
+    println!("{USES} uses: {held} bytes, {left} after a shorter pass");
+    assert!((USES << 15..=USES << 16).contains(&held), "{held}");
+    assert!(left <= 4 << 16, "{left}");
+}
+
 /// Burn's embedding keeps its table for the backward pass, also the one that was gathered.
 #[test]
 fn a_gathered_table_is_held_until_the_backward_pass() {

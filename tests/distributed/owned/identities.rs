@@ -358,3 +358,16 @@ pub fn passes_that_are_not_trained_are_warned_of() {
     });
     assert_eq!(run.unwrap(), [[0, 1, 1, 2]]);
 }
+
+pub fn a_device_without_gradient_checkpointing_is_warned_of() {
+    logs::collect();
+    let warnings = || logs::with(&["WARN", "weights of `Linear` layers on three dimensions"]).len();
+    let before = warnings();
+    let run = ranks_here(1, |world| {
+        let layout = Layout::from(&world).owned("dp").with_small_elements(1);
+        let layer = LinearConfig::new(8, 8).with_bias(false).init(world.device());
+        layout.shard(layer).map(drop)
+    });
+    run.unwrap();
+    assert!(warnings() > before);
+}

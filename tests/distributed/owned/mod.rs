@@ -66,7 +66,7 @@ use balancing::{
     owners_of_a_divided_model_are_those_of_its_balancing,
 };
 use identities::{
-    averages_are_those_of_whole_parameters,
+    a_device_without_gradient_checkpointing_is_warned_of, averages_are_those_of_whole_parameters,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, passes_that_are_not_trained_are_warned_of,
@@ -109,6 +109,7 @@ use rows::{
 };
 
 pub const IN_PROCESS: &[Case] = cases![
+    a_device_without_gradient_checkpointing_is_warned_of,
     passes_that_are_not_trained_are_warned_of,
     a_rank_holds_and_sends_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
