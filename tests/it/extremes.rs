@@ -12,10 +12,10 @@ use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::parts::{AdaMuon, ColumnEquilibration, Mars, Namo, NorMuon, RowEquilibration};
 use distmuon::{
-    AdamWConfig, Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig,
-    Part, Result, Routing, RoutingRule, checkpoint,
+    AdamWConfig, Coefficients, Error, IterationDtype, IterationForm, KernelPolicy, MuonConfig,
+    NewtonSchulzConfig, Part, Result, Routing, RoutingRule, checkpoint,
 };
-use distmuon_testing::device::has_type;
+use distmuon_testing::device::{has_type, is_flex};
 use distmuon_testing::models::{bits, largest_difference};
 use distmuon_testing::{lacks, logs, panic_message};
 
@@ -173,7 +173,9 @@ impl Outlier {
 /// Clipping by the norm of all gradients makes those of the other matrices tiny.
 #[test]
 fn an_outlier_and_a_clip_leave_the_updates_of_other_matrices_their_size() {
-    let all = || config().with_rule(RoutingRule::muon("."));
+    // Gradients of rank 2: in half precision, an iteration makes the rest of its own rounding.
+    let float32 = NewtonSchulzConfig::new().with_dtype(IterationDtype::F32);
+    let all = || config().with_newton_schulz(float32.clone()).with_rule(RoutingRule::muon("."));
     let [portable, auto] = [KernelPolicy::Portable, KernelPolicy::Auto];
     let parts: [Option<Part>; 7] = [
         None,
@@ -223,8 +225,9 @@ fn an_outlier_and_a_clip_fade_adamw_unless_its_epsilon_is_smaller() {
         let [_, _, _, vector] = Outlier::trained(size, DType::F32, muon);
         vector.into_iter().fold(0.0f32, |max, x| max.max(x.abs()))
     };
-    // A float32 has no square of what an outlier of 1e20 leaves of the others.
-    for outlier in [5e7, 2e11, 1e15] {
+    // A float32 has no square of what an outlier of 1e20 leaves of the others, and one of 1e15
+    // leaves a square that some devices take for zero, since it is subnormal.
+    for outlier in [5e7, 2e11, 1e15].into_iter().filter(|size| *size < 1e15 || is_flex()) {
         let expected = moved(0.01, None);
         assert!(expected > 0.01, "{expected}");
         let faded = moved(outlier, None);
