@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::account::Account;
 use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients, Layout, Mesh};
 use distmuon::{
     Error, Expectation, FirstLinear, GradientBuffer, IterationDtype, IterationForm, KernelPolicy,
     LrScale, MatrixLayout, MuonConfig, NewtonSchulzConfig, Result, RoutingRule, World, checkpoint,
 };
+use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, gradients, tensors, weights};
 use distmuon_testing::watched::replaced;
 
@@ -136,6 +137,11 @@ fn states(net: &Net, optim: &DistModuleOptimizer) -> Result<BTreeMap<String, Vec
         (format!("{}.{slot}", position.expect("the model has the parameter")), bytes)
     };
     Ok(record.into_iter().map(position).collect())
+}
+
+/// A type of half precision that the device has.
+fn half() -> IterationDtype {
+    if has_type(FloatDType::BF16) { IterationDtype::Bf16 } else { IterationDtype::F16 }
 }
 
 impl Program {
@@ -708,7 +714,7 @@ fn iteration() -> Vec<Mutation> {
             name: "the iteration has another type",
             by: "the account",
             names: "",
-            program: iterating(|iteration| iteration.with_dtype(IterationDtype::Bf16)),
+            program: iterating(|iteration| iteration.with_dtype(half())),
         },
         Mutation {
             name: "other kernels run than expected",
