@@ -29,6 +29,7 @@ pub const IN_PROCESS: &[Case] = cases![
     counts_that_do_not_fit_the_rows_are_an_error_of_all_ranks,
     a_forgotten_partial_gradient_is_found_in_the_first_step,
     other_gradients_on_the_ranks_of_a_model_axis_are_found_in_the_first_step,
+    plain_layers_between_enter_and_leave_compute_as_column_and_row_layers,
     a_token_without_a_row_is_an_error_of_all_ranks,
     a_table_that_is_not_cut_is_an_error_of_all_ranks,
     rows_of_an_embedding_are_sent_once,
@@ -289,6 +290,27 @@ fn a_forgotten_partial_gradient_is_found_in_the_first_step() {
     let text = train(false).expect_err("its gradients differ").to_string();
     for words in ["`scale`", "not the same on the ranks along `tp`", "`Place::partial`"] {
         assert!(text.contains(words), "{text}");
+    }
+}
+
+/// The guide's region without layers of this crate.
+fn plain_layers_between_enter_and_leave_compute_as_column_and_row_layers() {
+    let run = ranks_here(2, |world| {
+        let group = world.comm();
+        let Scaled { up, down, .. } = Scaled::new(world.device());
+        let (up, down) = (slice(&up, 1, &world), slice(&down, 0, &world));
+        let x = layer(5, INPUTS, 7, world.device()).weight.val();
+        let plain = leave(down.forward(relu(up.forward(enter(x.clone(), group)))), group);
+        let column = ColumnLinear::new(up, group).forward(x.clone());
+        let layers = RowLinear::new(down, group).forward(relu(column));
+        let computed = [plain, layers].map(|output| {
+            let gradients = output.clone().square().sum().backward();
+            (floats(output), floats(x.grad(&gradients).expect("the input has a gradient")))
+        });
+        Ok(computed)
+    });
+    for [plain, layers] in run.unwrap() {
+        assert_eq!(plain, layers);
     }
 }
 

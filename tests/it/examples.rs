@@ -52,6 +52,12 @@ fn one_device_and_ranks_and_divided_parameters_print_the_same_losses() {
     let alone = lines("minimal", &[]);
     let (first, last) = (number(&alone, "step 1: loss"), number(&alone, "step 40: loss"));
     assert!(last < 0.5 * first, "{alone:?}");
+    // The page that shows them, to rounding on another processor.
+    let page = include_str!("../../docs/guide/ranks.md").lines().map(str::to_owned);
+    let page: Vec<String> = page.collect();
+    for (step, loss) in [("step 1: loss", first), ("step 40: loss", last)] {
+        assert!((number(&page, step) - loss).abs() < 1e-3, "{step}: {loss}");
+    }
     for example in ["ranks", "layout"] {
         for ranks in ["1", "2", "3"] {
             let several = lines(example, &[ranks]);
