@@ -17,8 +17,8 @@
 //! for another one of them, none can go on: that is a deadlock, which ends the world at once.
 //!
 //! A rank of which one thread makes all calls may go on before its external calls have ended. It is
-//! then blocked *in order*, at each of them. If all ranks make their calls in one order, no circle
-//! of ranks can each have made a call before the call that the rank before it waits for.
+//! then blocked *in order*, at each of them. In a circle of such ranks, each has begun its call
+//! before the call of the rank before it. Ranks that have one order of all calls make no circle.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
@@ -116,7 +116,7 @@ struct Wait {
     call: Arc<str>,
 }
 
-/// The points at which a rank is blocked. None for a rank that may go on.
+/// The points at which a rank is blocked. Empty for a rank that may go on.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Blocked {
     /// The points at which the rank waits.
@@ -127,7 +127,7 @@ pub struct Blocked {
 }
 
 impl Blocked {
-    /// Returns `true` if the rank can't go on, given the points that will never be complete.
+    /// Returns `true` if the rank waits for ever, given the points that will never be complete.
     fn is_stuck(&self, never: impl Fn(&WaitPoint) -> bool) -> bool {
         match self.in_order {
             true => self.points.iter().any(never),
@@ -141,6 +141,8 @@ struct Rank {
     /// Several threads of a process may wait at once.
     waits: Vec<Wait>,
     blocked: Blocked,
+    /// `true` once several threads make its calls, which have no order.
+    has_several_threads: bool,
     /// The time since which it is busy.
     busy: Option<Instant>,
     /// `true` once the log has told that it is busy for long.
@@ -314,9 +316,17 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         let state = &mut self.ranks[rank];
         let waits_at = |point: &WaitPoint| state.waits.iter().any(|wait| wait.point == *point);
         // The message that a rank is blocked may be overtaken by the end of one of its waits.
+        state.has_several_threads |= !blocked.in_order;
         if blocked.in_order {
-            // Several threads may watch calls, and their messages may come in another order.
-            blocked.points.append(&mut state.blocked.points);
+            // Several threads may watch calls, and their messages may come in another order: late,
+            // or after a further thread has made calls.
+            if state.has_several_threads {
+                return;
+            }
+            let known = std::mem::take(&mut state.blocked.points);
+            let is_new = |point: &WaitPoint| !blocked.points.contains(point);
+            let known: Vec<WaitPoint> = known.into_iter().filter(is_new).collect();
+            blocked.points.extend(known);
             blocked.points.retain(waits_at);
         } else if !blocked.points.iter().all(waits_at) {
             return;
@@ -353,7 +363,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             .map(|rank| !rank.blocked.points.is_empty() && !rank.departed)
             .collect();
         loop {
-            // A thread goes on if all ranks that it waits for may arrive.
+            // A thread goes on, or a call ends, if all ranks that it waits for may arrive.
             let never = |point: &WaitPoint| missing[point].iter().any(|rank| stuck[*rank]);
             let is_free = |rank: &usize| !self.ranks[*rank].blocked.is_stuck(never);
             let free: Vec<usize> =
@@ -757,6 +767,33 @@ mod tests {
         let failure = rounds.expire(0, WaitPoint::Round((0, 1)), due + CONNECTION_LOSS_GRACE);
         let Some(Failure::Peer { rank: 1, cause }) = failure else { panic!("it is not blamed") };
         assert!(cause.starts_with("it did not come to gather"), "{cause}");
+    }
+
+    /// Ranks 0 and 1 have each begun a call that the other one has not.
+    fn waiting_in_order(later: Blocked) -> Option<Failure> {
+        let mut rounds: Rounds<&str, ()> = Rounds::new(2, LONGEST_WAIT);
+        let (start, members) = (Instant::now(), Arc::from([0, 1]));
+        for rank in 0..2 {
+            let (key, group) = ((rank as u64, 0), rank as u64);
+            rounds.wait_externally(rank, key, &members, "sum".into(), start).unwrap();
+            let points = vec![WaitPoint::ExternalCall(key)];
+            let blocked = Blocked { points, in_order: true };
+            rounds.block_after(rank, HashMap::from([(group, 1)]), blocked.clone());
+            if rank == 1 {
+                rounds.block_after(1, HashMap::new(), later.clone());
+                // The same again does no harm, and a late one after another thread's call is none.
+                rounds.block_after(1, HashMap::from([(group, 1)]), blocked);
+                assert!(rounds.ranks[1].blocked.points.len() <= 1);
+            }
+        }
+        rounds.find_deadlock()
+    }
+
+    #[test]
+    fn calls_in_order_tell_of_ranks_that_wait_for_each_other_unless_a_thread_joins() {
+        let in_order = Blocked { points: vec![], in_order: true };
+        assert!(matches!(waiting_in_order(in_order), Some(Failure::Mismatch { .. })));
+        assert_eq!(waiting_in_order(Blocked::default()), None);
     }
 
     #[test]

@@ -141,7 +141,14 @@ impl ServerConnection {
 
     /// Notes that this thread makes calls.
     pub fn note_caller(&self) {
-        self.callers().threads.insert(thread::current().id());
+        let mut callers = self.callers();
+        let is_new = callers.threads.insert(thread::current().id());
+        let count = callers.threads.len();
+        drop(callers);
+        // Before the first call of this thread, which may come between calls of the other one.
+        if is_new && count == 2 {
+            self.notify(&Request::Blocked { blocked: Blocked::default(), external_calls: vec![] });
+        }
     }
 
     /// The time after which a wait is reported. A short deadline must not pass before.

@@ -418,6 +418,39 @@ fn a_call_that_a_waiting_rank_has_begun_is_no_deadlock() {
     assert!(finished.load(Ordering::SeqCst) && outcomes.iter().all(Result::is_ok), "{outcomes:?}");
 }
 
+/// A call of the only thread that has made calls was reported, and then another thread makes some.
+#[test]
+fn a_second_thread_may_make_the_call_that_others_wait_for() {
+    let (world, _) = world(2);
+    let pause = |times: u32| thread::sleep(times * REPORT_AFTER);
+    let finished = [const { AtomicBool::new(false) }; 2];
+    let [first, second] = &finished;
+    let outcomes = on_all(&world.0, |rank| {
+        let [one, other, own] = [(); 3].map(|()| rank.split(0, 0).unwrap().0);
+        if rank.rank() == 0 {
+            pause(4);
+            let call = one.begin_call("sum");
+            one.wait(&call, || Ok(first.load(Ordering::SeqCst)))?;
+            other.begin_call("sum");
+            second.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
+        let call = other.begin_call("sum");
+        thread::scope(|scope| {
+            let watch = scope.spawn(|| other.wait(&call, || Ok(second.load(Ordering::SeqCst))));
+            scope.spawn(|| {
+                pause(2);
+                own.begin_call("sum");
+                pause(6);
+                one.begin_call("sum");
+                first.store(true, Ordering::SeqCst);
+            });
+            watch.join().expect("the watch does not panic")
+        })
+    });
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+}
+
 #[test]
 fn a_rank_that_is_busy_beyond_the_limit_is_blamed() {
     let (world, _) = world_within(SHORT, 2);
