@@ -169,6 +169,11 @@ impl Saver {
     }
 
     /// Returns `true` while this rank writes a file.
+    ///
+    /// ```
+    /// let saver = distmuon::checkpoint::Saver::new();
+    /// assert!(!saver.is_saving()); // no save yet
+    /// ```
     pub fn is_saving(&self) -> bool {
         self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }

@@ -39,6 +39,17 @@ impl World {
 
     /// Returns the values of all ranks on rank `root`, and `None` on the others.
     ///
+    /// ```
+    /// distmuon::World::launch(2, |world| {
+    ///     let names = world.gather_value(&format!("rank {}", world.rank()), 0)?;
+    ///     if let Some(names) = names {
+    ///         assert_eq!(names, ["rank 0", "rank 1"]);
+    ///     }
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`all_gather_value`](Self::all_gather_value).

@@ -20,7 +20,8 @@ const WORD: usize = 1 << 24;
 ///
 /// Some calls need a second exchange, which starts when the result of the first is waited for. All
 /// ranks therefore have to wait for the results of a group in the order of the calls. If one rank
-/// does not wait for a result, no rank may wait for it.
+/// does not wait for a result, no rank may wait for it. Calls of different groups have one order as
+/// well, the same on all ranks that are in both, and so have the waits for their results.
 ///
 /// # Errors
 ///
@@ -36,7 +37,30 @@ const WORD: usize = 1 << 24;
 ///
 /// A rank waits if all of its threads do that have made calls. A thread that other ranks wait for
 /// therefore makes its first call, such as [`barrier`](Self::barrier) in a group of its own, before
-/// other threads of its rank wait.
+/// other threads of its rank wait. If one thread has made all calls of a rank, unfinished calls
+/// show that ranks wait for each other even where the host does not wait, as with NCCL.
+///
+/// ```
+/// use burn::tensor::Tensor;
+/// use distmuon::World;
+///
+/// World::launch(2, |world| {
+///     let (comm, rank) = (world.comm(), world.rank() as u8);
+///     assert_eq!(comm.engine_name(), "threads");
+///     assert_eq!(comm.communicators(), 1);
+///     // Small data of the host.
+///     assert_eq!(comm.all_gather_bytes(vec![rank])?, [[0], [1]]);
+///     assert_eq!(comm.gather_bytes(vec![rank], 0)?.is_some(), world.is_main());
+///     assert_eq!(comm.broadcast_bytes(vec![rank], 1)?, [1]);
+///     assert_eq!(comm.or_bytes(vec![1 << rank])?, [0b11]);
+///     // One element of the sum for each rank, in float32.
+///     let ones = Tensor::<1>::ones([2], &world.device().clone().inner());
+///     let sum = comm.reduce_scatter_f32(ones, &[1, 1])?.wait()?;
+///     assert_eq!(sum.into_scalar::<f32>(), 2.0);
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Communicator {
     engine: Arc<dyn Engine>,
@@ -49,6 +73,11 @@ impl Communicator {
     }
 
     /// Returns the engine, without the validation of arguments.
+    ///
+    /// ```
+    /// let world = distmuon::World::alone(burn::tensor::Device::default());
+    /// assert_eq!(world.communicator().into_engine().size(), 1);
+    /// ```
     pub fn into_engine(self) -> Arc<dyn Engine> {
         self.engine
     }

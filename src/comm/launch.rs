@@ -139,6 +139,14 @@ impl Launch {
     }
 
     /// Returns `true` if a launcher's variables are in the environment.
+    ///
+    /// ```
+    /// use distmuon::comm::Launch;
+    ///
+    /// let number_of_ranks = if Launch::is_in_env() { Launch::from_env()?.world_size } else { 1 };
+    /// # assert_eq!(number_of_ranks, 1);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
     pub fn is_in_env() -> bool {
         LAUNCHERS.iter().any(|[rank, ..]| env::var(rank).is_ok_and(|value| !value.is_empty()))
     }

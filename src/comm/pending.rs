@@ -34,7 +34,16 @@ impl Pending {
         Self { bytes, finish: Box::new(finish) }
     }
 
-    /// Returns a result that is already complete.
+    /// Returns a result that is already complete, as of an engine whose calls block.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::comm::Pending;
+    ///
+    /// let pending = Pending::ready(Tensor::<1>::ones([4], &Device::default()));
+    /// assert_eq!(pending.wait()?.dims(), [4]);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
     pub fn ready(tensor: Tensor<1>) -> Self {
         Self::new(flat::bytes(&tensor), move || Ok(tensor))
     }

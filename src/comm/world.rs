@@ -223,6 +223,20 @@ impl World {
     /// Runs a function like [`threads`](Self::threads), with a limit on the time that a rank waits
     /// for another.
     ///
+    /// ```
+    /// use distmuon::{Error, World};
+    /// use std::time::Duration;
+    ///
+    /// let limit = Duration::from_millis(100);
+    /// let run = World::threads_within(limit, World::devices(2), |world| {
+    ///     if world.is_main() {
+    ///         std::thread::sleep(10 * limit); // rank 1 waits for it
+    ///     }
+    ///     world.comm().barrier()
+    /// });
+    /// assert!(matches!(run, Err(Error::PeerFailed { rank: 0, .. })));
+    /// ```
+    ///
     /// # Errors
     ///
     /// As [`threads`](Self::threads).

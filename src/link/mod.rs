@@ -56,6 +56,20 @@ impl Link {
     /// Returns a link whose closure takes the gradient of the output out of the backward pass: the
     /// input gets none. The input has to be a leaf, since an operation before it would panic for
     /// want of a gradient.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::link::Link;
+    /// use std::sync::{Arc, Mutex};
+    ///
+    /// let x = Tensor::<1>::ones([2], &Device::default().autodiff()).require_grad();
+    /// let taken = Arc::new(Mutex::new(None));
+    /// let place = taken.clone();
+    /// let link = Link::taking(move |gradient| *place.lock().unwrap() = Some(gradient));
+    /// let gradients = (link.attach(x.clone(), x.clone()) * 3.0).sum().backward();
+    /// assert!(x.grad(&gradients).is_none());
+    /// assert_eq!(taken.lock().unwrap().take().unwrap().sum().into_scalar::<f32>(), 6.0);
+    /// ```
     pub fn taking(take: impl Fn(Tensor<1>) + Send + Sync + 'static) -> Self {
         Self::from_backward(move |gradient| {
             take(gradient);
@@ -75,6 +89,20 @@ impl Link {
     /// A view of the output, such as its transpose, is kept on a device without
     /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing), and the output
     /// with it. `Linear` on three dimensions makes one. An embedding always keeps its table.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::link::Link;
+    ///
+    /// let device = Device::default().autodiff().gradient_checkpointing();
+    /// let part = Tensor::<2>::ones([2, 2], &device).require_grad();
+    /// // Twice the part, which the backward pass of the product makes again.
+    /// let link = Link::new(|gradient| gradient * 2.0).made_again(|part| part * 2.0);
+    /// let whole: Tensor<2> = link.attach(part.clone(), part.clone().inner() * 2.0);
+    /// let x = Tensor::<2>::ones([1, 2], &device).require_grad();
+    /// let gradients = x.clone().matmul(whole).sum().backward();
+    /// assert_eq!(x.grad(&gradients).unwrap().sum().into_scalar::<f32>(), 8.0);
+    /// ```
     pub fn made_again(
         mut self,
         again: impl Fn(Tensor<1>) -> Tensor<1> + Send + Sync + 'static,

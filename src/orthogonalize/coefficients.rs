@@ -161,6 +161,14 @@ impl Coefficients {
     /// Returns the number of steps that the set was designed for. For `PolarExpressFor`, that is
     /// the least number, at most 30, after which the singular values that it is made for come out
     /// within 0.2 of 1.
+    ///
+    /// ```
+    /// use distmuon::Coefficients;
+    ///
+    /// assert_eq!(Coefficients::KellerJordan.designed_steps(), 5);
+    /// let small = Coefficients::polar_express_for(1e-4);
+    /// assert!(small.designed_steps() > Coefficients::polar_express_for(1e-2).designed_steps());
+    /// ```
     pub fn designed_steps(&self) -> usize {
         match self {
             Self::KellerJordan => 5,

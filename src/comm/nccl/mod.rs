@@ -123,6 +123,12 @@ pub struct Nccl {
 impl Nccl {
     /// Returns the version of the NCCL that is installed, as NCCL encodes it: 22903 is 2.29.3.
     ///
+    /// ```no_run
+    /// let version = distmuon::comm::Nccl::installed_version()?;
+    /// assert!(version >= 21800, "ncclCommSplit came with 2.18");
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Engine`](crate::Error::Engine) if NCCL is not found, or is too old.

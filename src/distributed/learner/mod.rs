@@ -233,6 +233,15 @@ impl DistMuonStrategy {
     }
 
     /// Sets the time after which a wait for another rank fails, [`DEADLINE`] by default.
+    ///
+    /// ```
+    /// use distmuon::distributed::DistMuonStrategy;
+    /// use distmuon::{DistMuonConfig, World};
+    /// use std::time::Duration;
+    ///
+    /// let strategy = DistMuonStrategy::new(World::devices(2), DistMuonConfig::new())
+    ///     .with_deadline(Duration::from_secs(60));
+    /// ```
     pub fn with_deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self

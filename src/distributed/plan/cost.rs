@@ -27,6 +27,15 @@ impl ShapeCost {
 
 /// The costs of updating matrices, by shape `[rows, columns]`, and parameters that are updated
 /// whole, by path.
+///
+/// ```
+/// use distmuon::distributed::plan::{Costs, ShapeCost};
+///
+/// let costs = Costs::new([([64, 64], ShapeCost { fixed: 1.0, each: 3.0 })]);
+/// let costs = costs.with_whole([("embedding.weight".to_owned(), 5.0)]);
+/// assert_eq!(costs.of([64, 64]).batch(2), 1.0 + 2.0 * 3.0);
+/// assert_eq!(costs.of_whole("embedding.weight"), Some(5.0));
+/// ```
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Vec<CostEntry>", into = "Vec<CostEntry>")]
 pub struct Costs {

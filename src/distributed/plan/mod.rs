@@ -440,6 +440,19 @@ impl Plan {
     /// Returns the load of the busiest rank divided by the mean load: 1 at best, and 1 for a plan
     /// without matrices.
     ///
+    /// ```
+    /// use burn::{nn::LinearConfig, tensor::Device};
+    /// use distmuon::distributed::plan::{Costs, ShapeCost};
+    /// use distmuon::{DistMuonConfig, World};
+    ///
+    /// let world = World::alone(Device::default().autodiff());
+    /// let model = LinearConfig::new(64, 64).init(world.device());
+    /// let optim = DistMuonConfig::new().init(&world, &model)?;
+    /// let costs = Costs::new([([64, 64], ShapeCost { fixed: 0.0, each: 1.0 })]);
+    /// assert_eq!(optim.plan().imbalance(&costs), 1.0); // one rank has all of it
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
     /// # Panics
     ///
     /// If `costs` has no entry for a shape of the plan.

@@ -151,9 +151,11 @@ impl DistMuonConfig {
     /// let owned = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)).owned("dp"));
     /// let forecast: MemoryForecast = config.forecast_memory(8, 1, &model, owned)?;
     /// println!("{forecast}");
-    /// let (_, RankMemory { states, .. }) = forecast.largest();
+    /// let (_, largest) = forecast.largest();
     /// // 8 of the matrices of 64 MiB, and the momentum of each.
+    /// let RankMemory { states, .. } = largest;
     /// assert_eq!(states, 8 << 26);
+    /// assert!(largest.between_steps() > 2 * states); // and the parameters
     /// # Ok::<(), Error>(())
     /// ```
     ///
