@@ -144,7 +144,7 @@ impl Launch {
     /// use distmuon::comm::Launch;
     ///
     /// let number_of_ranks = if Launch::is_in_env() { Launch::from_env()?.world_size } else { 1 };
-    /// # assert_eq!(number_of_ranks, 1);
+    /// # let _ = number_of_ranks;
     /// # Ok::<(), distmuon::Error>(())
     /// ```
     pub fn is_in_env() -> bool {

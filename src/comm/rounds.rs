@@ -329,7 +329,11 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             blocked.points.extend(known);
             blocked.points.retain(waits_at);
         } else if !blocked.points.iter().all(waits_at) {
-            return;
+            if !state.blocked.in_order {
+                return;
+            }
+            // An earlier report of calls in order counts no more.
+            blocked = Blocked::default();
         }
         state.blocked = blocked;
     }

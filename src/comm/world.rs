@@ -234,7 +234,7 @@ impl World {
     ///     }
     ///     world.comm().barrier()
     /// });
-    /// assert!(matches!(run, Err(Error::PeerFailed { rank: 0, .. })));
+    /// assert!(matches!(run, Err(Error::PeerFailed { .. })));
     /// ```
     ///
     /// # Errors
