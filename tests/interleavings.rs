@@ -25,6 +25,12 @@ use thread_rounds::{Failure, Participant, ThreadRounds};
 
 const INTERLEAVINGS: usize = 2000;
 
+/// Runs a world in many interleavings.
+fn interleave(world: impl Fn() + Copy + Send + Sync + 'static) {
+    shuttle::check_random(world, INTERLEAVINGS);
+    shuttle::check_pct(world, INTERLEAVINGS, 3);
+}
+
 /// Runs a function on every rank of a new world, in many interleavings, and checks its results.
 fn explore<T: Send + 'static, P: Clone + Send + 'static>(
     size: usize,
@@ -45,8 +51,7 @@ fn explore<T: Send + 'static, P: Clone + Send + 'static>(
             .collect();
         check(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect());
     };
-    shuttle::check_random(world, INTERLEAVINGS);
-    shuttle::check_pct(world, INTERLEAVINGS, 3);
+    interleave(world);
 }
 
 /// Arrives in a round, and collects the payloads of all ranks.
@@ -414,8 +419,7 @@ fn processes_whose_threads_will_be_served_do_not_fail() {
         });
         assert_eq!(failure, None);
     };
-    shuttle::check_random(world, INTERLEAVINGS);
-    shuttle::check_pct(world, INTERLEAVINGS, 3);
+    interleave(world);
 }
 
 #[test]
@@ -430,8 +434,7 @@ fn processes_all_of_whose_threads_wait_for_each_other_fail() {
         let Some(Failure::Mismatch { calls }) = failure else { panic!("{failure:?}") };
         assert!(calls.contains("in group"), "{calls}");
     };
-    shuttle::check_random(world, INTERLEAVINGS);
-    shuttle::check_pct(world, INTERLEAVINGS, 3);
+    interleave(world);
 }
 
 #[test]
@@ -446,8 +449,7 @@ fn processes_that_run_ahead_in_one_order_do_not_fail() {
         });
         assert_eq!(failure, None);
     };
-    shuttle::check_random(world, INTERLEAVINGS);
-    shuttle::check_pct(world, INTERLEAVINGS, 3);
+    interleave(world);
 }
 
 #[test]
@@ -462,6 +464,5 @@ fn processes_that_run_ahead_to_calls_that_others_never_make_fail() {
         let Some(Failure::Mismatch { calls }) = failure else { panic!("{failure:?}") };
         assert!(calls.contains("in group"), "{calls}");
     };
-    shuttle::check_random(world, INTERLEAVINGS);
-    shuttle::check_pct(world, INTERLEAVINGS, 3);
+    interleave(world);
 }

@@ -46,6 +46,14 @@ fn alone() {
     });
 }
 
+/// The bytes that all ranks hold while none of them works.
+fn usage_of_ranks(together: &Barrier) -> usize {
+    together.wait();
+    let bytes = ALLOCATOR.current_usage();
+    together.wait();
+    bytes
+}
+
 /// Memory in which libraries rearrange blocks of their operands.
 const SCRATCH: usize = 1 << 20;
 
@@ -624,11 +632,7 @@ fn rounds_of_ranks_leave_nothing_behind() {
                     assert!(saved == round && differences.is_empty(), "{differences:?}");
                     run = Some((net, optim));
                 }
-                // No rank works between two barriers.
-                together.wait();
-                let held = ALLOCATOR.current_usage();
-                together.wait();
-                Ok(held)
+                Ok(usage_of_ranks(&together))
             };
             let before = held()?;
             Ok::<_, Error>(held()?.saturating_sub(before))
@@ -786,12 +790,7 @@ fn a_gathered_table_is_held_until_the_backward_pass() {
         return;
     }
     let together = Barrier::new(2);
-    let now = || {
-        together.wait();
-        let bytes = ALLOCATOR.current_usage();
-        together.wait();
-        bytes
-    };
+    let now = || usage_of_ranks(&together);
     let devices = World::devices(2).into_iter().map(|device| device.gradient_checkpointing());
     let run = World::threads(devices, |world| {
         let layout = Layout::from(&world).owned("dp").with_ahead_mb(0.0);
@@ -871,12 +870,7 @@ const FROZEN: Named = ("owned, with a frozen table", |mesh| {
 fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 2] {
     let together = Barrier::new(ranks);
     let before = ALLOCATOR.current_usage();
-    let held = || {
-        together.wait();
-        let bytes = ALLOCATOR.current_usage() - before;
-        together.wait();
-        bytes
-    };
+    let held = || usage_of_ranks(&together) - before;
     let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
     let run = World::threads(vec![Device::default().autodiff(); ranks], |world| {
         let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());

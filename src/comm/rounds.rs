@@ -127,11 +127,11 @@ pub struct Blocked {
 }
 
 impl Blocked {
-    /// Returns `true` if the rank waits for ever, given the points that will never be complete.
+    /// Returns `true` if a blocked rank waits for ever, given points that will never be complete.
     fn is_stuck(&self, never: impl Fn(&WaitPoint) -> bool) -> bool {
         match self.in_order {
             true => self.points.iter().any(never),
-            false => !self.points.is_empty() && self.points.iter().all(never),
+            false => self.points.iter().all(never),
         }
     }
 }

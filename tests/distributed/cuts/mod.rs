@@ -732,16 +732,16 @@ fn a_step_assembles_and_distributes_every_matrix_once() {
             assert_eq!(sent["all_to_all"], 2 * part, "{sent:?}");
         }
     }
-    let muon = || config.muon.clone();
-    let parts: [Part; 3] =
-        [MaxNorm::new(1.0).into(), Hyperball::initial().into(), RadialBrake::new(0.5, 1.0).into()];
-    let with_parts = parts.map(|part| {
-        config.clone().with_muon(muon().with_parts(vec![part]).with_weight_decay(0.0.into()))
-    });
-    let coupled = muon().with_weight_decay(WeightDecay::Coupled(0.1.into()));
-    for config in with_parts.into_iter().chain([config.clone().with_muon(coupled)]) {
-        for sent in sent_by_a_step(config.clone(), DType::F32) {
-            assert_eq!(sent["all_to_all"], 3 * part, "{:?}: {sent:?}", config.muon);
+    let with = |part: Part| config.muon.clone().with_parts(vec![part]);
+    let of_values = [
+        with(MaxNorm::new(1.0).into()),
+        with(RadialBrake::new(0.5, 1.0).into()),
+        with(Hyperball::initial().into()).with_weight_decay(0.0.into()),
+        config.muon.clone().with_weight_decay(WeightDecay::Coupled(0.1.into())),
+    ];
+    for muon in of_values {
+        for sent in sent_by_a_step(config.clone().with_muon(muon.clone()), DType::F32) {
+            assert_eq!(sent["all_to_all"], 3 * part, "{muon:?}: {sent:?}");
         }
     }
 }

@@ -659,7 +659,8 @@ pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
         let error = train(lay, Some(evaluating)).expect_err("one rank makes other calls");
         assert!(start.elapsed() < DEADLINE / 4, "{:?}: {error}", start.elapsed());
         // NCCL's test library may see it first, in calls of one group.
-        let is_by_library = worlds::name() == "nccl" && error.to_string().contains("invalid usage");
+        let is_by_library =
+            worlds::results_may_be_early() && error.to_string().contains("invalid usage");
         assert!(matches!(error, Error::Mismatch { .. }) || is_by_library, "{error}");
     }
 }
