@@ -250,17 +250,22 @@ fn undrawn_parameter<const D: usize>(param: &Param<Tensor<D>>) -> Param<Tensor<D
     param.clone().transform_for_load(stored, param.id)
 }
 
-/// The model of a rank that gets the values of another one: parameters that are not initialised yet
-/// are zeros, and no random numbers are drawn for them.
-pub(crate) fn undrawn<M: Module>(model: M) -> M {
-    map(model, &mut Undrawn)
+/// The model of a rank that gets the values of the first one: parameters that are not initialised
+/// yet are zeros, and no random numbers are drawn for them.
+pub(crate) fn undrawn<M: Module>(model: M, is_first: bool) -> M {
+    // The first rank's is mapped as well, and stays as it is: ranks compare how often they have
+    // mapped a model.
+    map(model, &mut Undrawn { is_first })
 }
 
-struct Undrawn;
+struct Undrawn {
+    is_first: bool,
+}
 
 impl Map for Undrawn {
     fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if param.is_initialized() { param } else { undrawn_parameter(&param) }
+        let stays = self.is_first || param.is_initialized();
+        if stays { param } else { undrawn_parameter(&param) }
     }
 }
 

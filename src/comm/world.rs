@@ -552,7 +552,7 @@ impl World {
     ) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
-        let model = if self.is_main() { model } else { parameters::undrawn(model) };
+        let model = parameters::undrawn(model, self.is_main());
         let found = parameters::lazily(&model).into_iter();
         let found = found.filter(|found| found.placement.is_owned() || stays(&found.path));
         let stay: HashSet<String> = found.map(|found| found.path).collect();

@@ -5,13 +5,15 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use burn::module::{Module, ModuleMapper, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place, Publish};
-use distmuon::{Error, Result};
-use distmuon_testing::models::{Layers, gradients};
+use distmuon::{DistModuleOptimizer, Error, Result};
+use distmuon_testing::models::{Fixed, Layers, bits, gradients};
 use distmuon_testing::watched::watched;
-use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::owned::{self, train_on};
 use crate::{Net, config, ranks, ranks_here};
@@ -25,6 +27,9 @@ pub const IN_PROCESS: &[Case] = cases![
     a_bit_that_flips_in_a_parameter_is_found_on_all_ranks,
     a_bit_that_flips_in_a_slice_is_found_on_all_ranks,
     a_bit_that_flips_in_a_replica_of_a_part_is_found_on_all_ranks,
+    checks_go_by_the_step_of_a_run_that_is_resumed,
+    a_matrix_that_drifts_between_checks_is_replaced_by_its_owners,
+    frozen_parameters_and_running_statistics_are_not_compared,
     a_check_is_one_small_message,
     a_check_costs_less_than_a_hundredth_of_its_steps,
 ];
@@ -126,6 +131,98 @@ fn a_bit_that_flips_in_a_parameter_is_found_on_all_ranks() {
             assert_drifted(&errors.unwrap(), path, rank);
         }
     }
+}
+
+/// Otherwise a run that is resumed more often than it is checked is never checked.
+fn checks_go_by_the_step_of_a_run_that_is_resumed() {
+    let folder = Folder::create();
+    let path = folder.path().join("run.bpk");
+    let errors = ranks_here(2, |world| {
+        let config = config().with_check_every(4);
+        let start = || -> Result<(Net, DistModuleOptimizer)> {
+            let net = world.broadcast(Net::new(world.device()))?;
+            let optim = config.init(&world, &net)?;
+            Ok((net, optim))
+        };
+        let (mut net, mut optim) = start()?;
+        for step in 0..2 {
+            let gradients = gradients(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        optim.save(&path, &net, &())?;
+        let (net, optim) = start()?;
+        let (net, mut optim, ()) = optim.load(&path, net)?;
+        let net = Flip::of(net, "norm.gamma", false, u32::from(world.rank() == 1));
+        let third = gradients(&net, 2);
+        let net = optim.step(0.01, net, third)?;
+        let fourth = gradients(&net, 3);
+        Ok(optim.step(0.01, net, fourth).map(|_| ()).unwrap_err())
+    });
+    assert_drifted(&errors.unwrap(), "norm.gamma", 1);
+}
+
+/// A copy is gone with the next step, and all ranks take the owner's over.
+fn a_matrix_that_drifts_between_checks_is_replaced_by_its_owners() {
+    let run = |faulty: Option<usize>| {
+        let run = ranks_here(3, |world| {
+            let mut net = world.broadcast(Net::new(world.device()))?;
+            let config = config().with_check_every(3);
+            let mut optim = config.init(&world, &net)?;
+            let owner = {
+                let mut parameters = optim.routing().routes().iter();
+                let index = parameters.position(|route| route.path == "wide.weight");
+                optim.plan().owner(index.expect("the model has this matrix"), 0)
+            };
+            for step in 0..3 {
+                let faulty = faulty.map(|offset| (owner + offset) % 3);
+                if step == 1 && faulty == Some(world.rank()) {
+                    net = Flip::of(net, "wide.weight", false, 1 << 20);
+                }
+                let gradients = gradients(&net, step);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(net.weights())
+        });
+        let run = run.unwrap();
+        assert!(run.iter().all(|weights| *weights == run[0]), "the ranks agree");
+        run
+    };
+    let right = run(None);
+    assert!(run(Some(1)) == right, "a copy that differs does no harm");
+    assert!(run(Some(0)) != right, "the owner's reaches all ranks");
+}
+
+#[derive(Module, Debug)]
+struct Normalized {
+    trained: Linear,
+    frozen: Linear,
+    norm: BatchNorm,
+}
+
+fn frozen_parameters_and_running_statistics_are_not_compared() {
+    let statistics = ranks_here(2, |world| {
+        let device = world.device();
+        let linear = || LinearConfig::new(8, 8).init(device).map(&mut Fixed::new(3));
+        let net = Normalized {
+            trained: linear(),
+            frozen: linear().no_grad(),
+            norm: BatchNormConfig::new(8).init(device),
+        };
+        let mut net = world.broadcast(net)?;
+        let mut optim = DistMuonConfig::new().with_check_every(1).init(&world, &net)?;
+        let own = u32::from(world.rank() == 1);
+        net.frozen = Flip::of(net.frozen, "weight", false, own).no_grad();
+        for step in 0..3 {
+            let x = Tensor::<2>::ones([4, 8], device) * (1 + world.rank() + step) as f64;
+            let x = Tensor::cat(vec![x.clone(), x * -0.5], 0);
+            let x = net.norm.forward(net.frozen.forward(net.trained.forward(x)));
+            let gradients = GradientsParams::from_grads(x.square().mean().backward(), &net);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(bits(&net.norm.running_mean.value()))
+    });
+    let statistics = statistics.unwrap();
+    assert_ne!(statistics[0], statistics[1], "the ranks have other data");
 }
 
 fn a_bit_that_flips_in_a_slice_is_found_on_all_ranks() {

@@ -7,7 +7,7 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
-use super::identity::Version;
+use super::identity::Versioned;
 use super::pass_parameter::{PassParameter, Position};
 use super::passes::{Groups, Keep, Passes, SharingGroup};
 use super::placements::Division;
@@ -66,7 +66,7 @@ impl Layout {
             return world.broadcast(model);
         }
         // The values are rank 0's. Other ranks on its device would draw random numbers in between.
-        let model = if world.is_main() { model } else { parameters::undrawn(model) };
+        let model = parameters::undrawn(model, world.is_main());
         let groups = cuts.groups(&self.mesh)?;
         let table = LayoutTable::new(&division.found, &parameters, cuts);
         let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
@@ -367,7 +367,7 @@ impl Reparameterizer for Shard<'_> {
         // The first pass gathers ahead as well.
         passes.remember_part(&parameter, &part);
         let part = Param::initialized(id, part);
-        (base, Some(Owned { part, version: Version::new(), parameter, passes }))
+        (base, Some(Owned { part, version: Versioned::first(), parameter, passes }))
     }
 }
 

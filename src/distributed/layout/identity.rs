@@ -9,6 +9,9 @@
 //! changed.
 
 use std::collections::HashMap;
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::module::{
@@ -16,6 +19,7 @@ use burn::module::{
     Param, ParamId,
 };
 use burn::tensor::{Device, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::pass_parameter::PassParameter;
 use crate::error::{Error, Result};
@@ -94,36 +98,64 @@ impl Visit for Collect {
     }
 }
 
-/// A number that a part has in common with its clones, with autodiff and without, as long as its
-/// values can't have changed: with every map of the module, it becomes another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The values that a part has in common with its clones, with autodiff and without, until a map of
+/// the module may change them.
+///
+/// All ranks map a model and its clones alike. So the same values have the same version on all
+/// ranks, where identities are other numbers on each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Version(u64);
 
-impl Version {
-    pub fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        // Only the numbers have to differ; no other memory depends on their order.
-        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
     }
 }
 
-impl Module for Version {
+/// The version of a part in a module.
+#[derive(Debug, Clone)]
+pub struct Versioned {
+    pub version: Version,
+    /// The number of maps of the module and its clones with this version.
+    maps: Arc<AtomicU64>,
+}
+
+impl Versioned {
+    /// The values with which a model was divided.
+    pub fn first() -> Self {
+        Self::of(Version(0))
+    }
+
+    fn of(version: Version) -> Self {
+        Self { version, maps: Arc::default() }
+    }
+
+    /// The values after a map. Each map of the same values has another result.
+    fn mapped(&self) -> Self {
+        let mut hasher = DefaultHasher::new();
+        // Only the numbers have to differ; no other memory depends on their order.
+        (self.version, self.maps.fetch_add(1, Ordering::Relaxed)).hash(&mut hasher);
+        Self::of(Version(hasher.finish()))
+    }
+}
+
+impl Module for Versioned {
     fn collect_devices(&self, devices: Devices) -> Devices {
         devices
     }
 
     fn fork(self, _device: &Device) -> Self {
-        Self::new()
+        self.mapped()
     }
 
     fn to_device(self, _device: &Device) -> Self {
-        Self::new()
+        self.mapped()
     }
 
     fn visit<V: ModuleVisitor>(&self, _visitor: &mut V) {}
 
     fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
-        Self::new()
+        self.mapped()
     }
 
     fn materialize(self) -> Self {
@@ -132,7 +164,7 @@ impl Module for Version {
 
     // The values are the same, so the number is: an evaluation uses what was gathered for it.
     fn valid(&self) -> Self {
-        *self
+        self.clone()
     }
 
     fn train(self) -> Self {
@@ -140,13 +172,13 @@ impl Module for Version {
     }
 }
 
-impl ModuleDisplayDefault for Version {
+impl ModuleDisplayDefault for Versioned {
     fn content(&self, content: Content) -> Option<Content> {
         Some(content)
     }
 }
 
-impl ModuleDisplay for Version {}
+impl ModuleDisplay for Versioned {}
 
 /// The identity of a part's values. Equal ones have one leaf, or no leaf and one version.
 #[derive(Debug, Clone, Copy)]

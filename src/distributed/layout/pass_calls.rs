@@ -1,57 +1,18 @@
 //! The calls of passes, which ranks compare at the end of a pass.
 
-use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Deserialize, Serialize};
 
-use super::identity::Values;
+use super::identity::Version;
 
 /// A collective of a pass, by the index of its parameter: the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Event {
-    /// With the age of the values, or `None` if the last step has made them and no pass used them.
-    Gather(usize, Option<Age>),
+    /// With the version of the values, or `None` if the last step has made them and no pass used
+    /// them.
+    Gather(usize, Option<Version>),
     Reduce(usize),
-}
-
-/// The age of the values of a parameter that are gathered. Ranks that use the values of the same
-/// model and its clones in the same order have the same ages, where the identities of their values
-/// are different numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Age {
-    /// Other values than the latest ones.
-    New,
-    /// The number of other values that were gathered since.
-    Uses(usize),
-}
-
-/// The values of a parameter that a rank has gathered last, or that a step has made. The latest are
-/// first.
-#[derive(Debug, Default)]
-pub struct LatestValues(VecDeque<Values>);
-
-impl LatestValues {
-    /// The number that is kept: for a model, its average and two clones. Rarer values are new.
-    const KEPT: usize = 4;
-
-    /// Makes values the latest ones. Returns their age before.
-    pub fn gather(&mut self, Values { leaf, version }: Values) -> Age {
-        // An evaluation has no leaf, and a part of a step no version: values that have either in
-        // common are the same.
-        let is_same = |other: &Values| {
-            leaf.is_some() && leaf == other.leaf || version.is_some() && version == other.version
-        };
-        let position = self.0.iter().position(is_same);
-        let known = position.and_then(|position| self.0.remove(position));
-        let leaf = leaf.or(known.and_then(|known| known.leaf));
-        self.0.truncate(Self::KEPT - 1);
-        self.0.push_front(Values {
-            leaf,
-            version: version.or(known.and_then(|known| known.version)),
-        });
-        position.map_or(Age::New, Age::Uses)
-    }
 }
 
 /// The number of calls that are kept one by one. A training pass has fewer; evaluation, in

@@ -19,7 +19,7 @@ mod state;
 mod unused_parameters;
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
 use burn::tensor::{Shape, Tensor};
 use serde::{Deserialize, Serialize};
@@ -84,6 +84,8 @@ pub struct Passes {
     micro_batches: MicroBatches,
     limits: Limits,
     order: GraphOrder,
+    /// Held by a call that may wait for other ranks.
+    turn: Mutex<()>,
     state: Mutex<PassState>,
     reported: Arc<Mutex<ReportedBytes>>,
 }
@@ -127,8 +129,17 @@ impl Passes {
         let mut state = PassState::default();
         state.uses = uses;
         let reported = state.reported.clone();
-        let (order, state) = (GraphOrder::default(), Mutex::new(state));
-        Self { groups, parameters, by_path, micro_batches, limits, order, state, reported }
+        Self {
+            groups,
+            parameters,
+            by_path,
+            micro_batches,
+            limits,
+            order: GraphOrder::default(),
+            turn: Mutex::default(),
+            state: Mutex::new(state),
+            reported,
+        }
     }
 
     pub fn parameters(&self) -> &[Arc<PassParameter>] {
@@ -159,9 +170,33 @@ impl Passes {
         messages
     }
 
-    /// The state, which a pass keeps locked while it waits for other ranks.
+    /// The state, for what waits for no other rank.
     fn state(&self) -> Locked<'_> {
-        Locked(self.state.lock().unwrap_or_else(PoisonError::into_inner))
+        Locked::new(&self.state, None)
+    }
+
+    /// The state, for a call that may wait for other ranks and keeps it locked. A second thread
+    /// that calls in this time ends the wait: all ranks fail, instead of waiting for each other.
+    fn calling(&self) -> Locked<'_> {
+        let turn = match self.turn.try_lock() {
+            Ok(turn) => Some(turn),
+            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        let error = (turn.is_none() && self.groups.world.size() > 1).then(|| {
+            Error::usage(
+                "a divided model is in use by two threads of a rank at once",
+                "one thread, whose calls have the same order on all ranks",
+                "a call while another thread's call waits for other ranks",
+                "let one thread make the calls, or give the other a copy from `Layout::unshard`",
+            )
+        });
+        // Before the lock, which the other thread leaves when the world fails.
+        error.iter().for_each(|error| self.tell(error));
+        let wait = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = Locked::new(&self.state, Some(turn.unwrap_or_else(wait)));
+        state.failure = error.or(state.failure.take());
+        state
     }
 
     /// The whole of a parameter for a use in a forward pass. Its gradient is reduced to the parts.
@@ -172,7 +207,7 @@ impl Passes {
         shape: Shape,
     ) -> Tensor<D> {
         // Copied, so that the lock is free again: the calls below take it.
-        let PassMode { is_reading, is_unused, .. } = self.state().mode;
+        let PassMode { is_reading, is_unused, .. } = self.calling().mode;
         let is_trained = part.is_require_grad() && !is_reading;
         // The identity of the values decides whether what was gathered ahead is still right.
         // Without autodiff there is no leaf, and the number takes its place.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param, Reparameterization};
 use burn::tensor::Tensor;
 
-use super::identity::Version;
+use super::identity::Versioned;
 use super::pass_parameter::PassParameter;
 use super::passes::Passes;
 use crate::parameters::{OWNED, REDUCED};
@@ -18,7 +18,7 @@ pub struct Owned {
     /// Flat, so that optimizers of single elements may update it, and no other takes it for a
     /// matrix.
     pub part: Param<Tensor<1>>,
-    pub version: Version,
+    pub version: Versioned,
     #[module(skip)]
     pub parameter: Arc<PassParameter>,
     #[module(skip)]
@@ -29,7 +29,8 @@ impl Reparameterization for Owned {
     const NAME: &'static str = OWNED;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        self.passes.use_whole(&self.parameter, (self.part.val(), self.version), base.shape())
+        let part = (self.part.val(), self.version.version);
+        self.passes.use_whole(&self.parameter, part, base.shape())
     }
 }
 

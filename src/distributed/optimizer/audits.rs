@@ -31,10 +31,6 @@ pub struct Audits {
     on_failure: OnAuditFailure,
     /// The buckets of matrices.
     buckets: Vec<usize>,
-    /// The number of the present step, counted from one since the run began, and of the last step
-    /// that was taken, since the optimizer was made or loaded.
-    step: usize,
-    taken: usize,
     /// The bucket of the next audit, and the checksums of this rank's states of it after the last
     /// step.
     kept: Option<(usize, Vec<u64>)>,
@@ -82,7 +78,7 @@ impl Audits {
     /// - [`Error::Parameter`] for a matrix that is divided among ranks.
     pub fn new(config: &DistMuonConfig, divided: &DividedModel, shards: &[Shard]) -> Result<Self> {
         let (every, on_failure) = (config.audit_every, config.on_audit_failure);
-        let audits = Self { every, on_failure, buckets: vec![], step: 0, taken: 0, kept: None };
+        let audits = Self { every, on_failure, buckets: vec![], kept: None };
         if every == 0 {
             return Ok(audits);
         }
@@ -117,18 +113,16 @@ impl Audits {
         Ok(Self { buckets, ..audits })
     }
 
-    /// Begins a step, and returns its audit, if one is due.
-    pub fn begin(&mut self, divided: &DividedModel, shards: &[Shard]) -> Option<Audit> {
-        if self.every == 0 {
-            return None;
-        }
-        // Of the run and not of the process: a run that is often resumed takes all buckets in turn.
-        // The positions in the schedules may stand still, where parameters have no gradient.
-        let of_run = divided.times().into_iter().max().unwrap_or(0);
-        self.step = of_run.max(self.taken) + 1;
+    /// The audit of a step that begins, if one is due.
+    pub fn begin(
+        &mut self,
+        step: usize,
+        divided: &DividedModel,
+        shards: &[Shard],
+    ) -> Option<Audit> {
         // Taken in every step: the checksums are of the states right before the next one.
         let kept = self.kept.take();
-        let bucket = self.due(self.step)?;
+        let bucket = self.due(step)?;
         let shard = shards[bucket].of_previous_rank(divided);
         Some(Audit {
             bucket,
@@ -143,19 +137,14 @@ impl Audits {
         })
     }
 
-    /// Ends a step, or one that was skipped and will be taken again: takes the checksums of what
-    /// the next one will audit.
-    pub fn end(&mut self, shards: &[Shard], is_taken: bool) {
-        if is_taken {
-            self.taken = self.step;
-        }
-        let next = if is_taken { self.step + 1 } else { self.step };
+    /// Ends a step: takes the checksums of what the next one will audit.
+    pub fn end(&mut self, next: usize, shards: &[Shard]) {
         self.kept = self.due(next).map(|bucket| (bucket, sums(&shards[bucket])));
     }
 
-    /// Forgets the steps and the checksums: the states are others now.
+    /// Forgets the checksums: the states are others now.
     pub fn forget(&mut self) {
-        (self.taken, self.kept) = (0, None);
+        self.kept = None;
     }
 
     /// The bucket that is audited in a step, counted from one.
@@ -480,15 +469,19 @@ mod tests {
             let mut buckets = vec![];
             for step in before + 1..=before + steps {
                 let DistModuleOptimizer { divided, shards, checks, .. } = &mut optim;
-                let audit = checks.audits.begin(divided, shards);
+                let number = checks.step.begin(&divided.times());
+                let audit = checks.audits.begin(number, divided, shards);
                 buckets.push(audit.map(|audit| audit.bucket));
                 if step % 3 == 0 {
                     // Skipped, as by loss scaling, and taken again.
-                    checks.audits.end(shards, false);
-                    let again = checks.audits.begin(divided, shards);
+                    let next = checks.step.end(false);
+                    checks.audits.end(next, shards);
+                    assert_eq!(checks.step.begin(&divided.times()), number);
+                    let again = checks.audits.begin(number, divided, shards);
                     assert_eq!(again.map(|audit| audit.bucket), buckets[buckets.len() - 1]);
                 }
-                checks.audits.end(shards, true);
+                let next = checks.step.end(true);
+                checks.audits.end(next, shards);
                 // Taken before the step that audits, and only then.
                 assert_eq!(checks.audits.kept.is_some(), step % 2 == 1);
                 if step % 5 > 0 {

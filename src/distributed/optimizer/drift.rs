@@ -24,25 +24,6 @@ use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
 
-/// The steps until the next check for drift.
-pub struct DriftChecks {
-    every: usize,
-    steps: usize,
-}
-
-impl DriftChecks {
-    /// Checks after every `every` steps; never for 0.
-    pub fn new(every: usize) -> Self {
-        Self { every, steps: 0 }
-    }
-
-    /// Counts a step. Returns `true` if it begins with a check.
-    pub fn is_due(&mut self) -> bool {
-        self.steps += 1;
-        self.every > 0 && self.steps.is_multiple_of(self.every)
-    }
-}
-
 /// The ranks that hold the same of a parameter. In the order of the checks: all ranks, and groups
 /// of ranks with the same slices of parameters that are cut along axes, or with replicas of parts.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -292,14 +273,5 @@ mod tests {
             assert_eq!((&*parameter, &*part), ("weight", "state `skipped`"));
             assert!(text.contains("to be that of ranks 0, 2, got other bits on rank 1;"), "{text}");
         }
-    }
-
-    #[test]
-    fn a_check_is_due_after_every_so_many_steps() {
-        let due = |every: usize| {
-            let mut checks = DriftChecks::new(every);
-            (1..=7).filter(|_| checks.is_due()).count()
-        };
-        assert_eq!([0, 1, 2, 3, 8].map(due), [0, 7, 3, 2, 0]);
     }
 }

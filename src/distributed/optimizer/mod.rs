@@ -25,6 +25,7 @@ mod share_of_slices;
 mod stages;
 mod step;
 mod step_counts;
+mod step_number;
 mod traffic;
 mod undeclared_partial_gradients;
 
@@ -55,13 +56,13 @@ use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
 use divided_model::DividedModel;
 pub(super) use divided_model::bytes_of_parameter;
-use drift::DriftChecks;
 use gradient_scaling::GradientScaling;
 use memory_report::MemoryMeter;
 pub use memory_report::{MemoryReport, Usage};
 use settings_while_running::Running;
 pub(super) use stages::{Stage, stages};
 use step_counts::Accounts;
+use step_number::StepNumber;
 use traffic::Traffic;
 pub(super) use traffic::sent_dtype;
 use undeclared_partial_gradients::ComparedGradients;
@@ -111,8 +112,10 @@ pub struct DistModuleOptimizer {
 struct Checks {
     /// Gradients that are to be the same along the model axes.
     gradients: ComparedGradients,
-    drift: DriftChecks,
     audits: Audits,
+    /// The steps between two checks for drift, 0 for none.
+    check_every: usize,
+    step: StepNumber,
 }
 
 impl DistModuleOptimizer {
@@ -130,8 +133,9 @@ impl DistModuleOptimizer {
         let scaling = GradientScaling::new(config, &divided);
         let checks = Checks {
             gradients: ComparedGradients::default(),
-            drift: DriftChecks::new(config.check_every),
             audits: Audits::new(config, &divided, &shards)?,
+            check_every: config.check_every,
+            step: StepNumber::default(),
         };
         let mut optim = Self {
             traffic: Traffic::new(config, &divided.plan, scaling.waits_for_all()),

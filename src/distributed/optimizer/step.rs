@@ -55,8 +55,9 @@ impl DistModuleOptimizer {
     ) -> Result<M> {
         let world = self.divided.world.clone();
         self.divided.passes.begin_step(world.rank())?;
-        // Counted on every call, also in a world of one: the condition that counts comes first.
-        let is_checked = self.checks.drift.is_due() && world.size() > 1;
+        let step = self.checks.step.begin(&self.divided.times());
+        // No step is a multiple of 0, which is for no check.
+        let is_checked = step.is_multiple_of(self.checks.check_every) && world.size() > 1;
         // Before the parameters leave the model: the checksums are of the values between two steps.
         // They are only compared once the ranks know that they take the same step.
         let common = is_checked
@@ -70,7 +71,7 @@ impl DistModuleOptimizer {
         self.accounts.count_absent(&inputs.present, &self.divided)?;
 
         self.accounting.begin(&self.divided);
-        let audit = self.checks.audits.begin(&self.divided, &self.shards);
+        let audit = self.checks.audits.begin(step, &self.divided, &self.shards);
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
         // The parts of the optimizer are borrowed one by one: what a step reads and what it changes
@@ -82,7 +83,8 @@ impl DistModuleOptimizer {
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
-        self.checks.audits.end(shards, is_taken);
+        let next = self.checks.step.end(is_taken);
+        self.checks.audits.end(next, shards);
         // A step that loss scaling skips is not a step of the schedules, and has no norms.
         if is_taken {
             self.accounting.end(&inputs.present, divided)?;

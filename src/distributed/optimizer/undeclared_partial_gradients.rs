@@ -68,8 +68,7 @@ impl ComparedGradients {
         for index in &compared {
             found.push(match gradients.get(*index) {
                 Some(gradient) => projected(gradient, &device),
-                // A rank without a gradient takes part in the call, and is no difference: a norm of
-                // zero is not usable.
+                // Counts as zeros, as in a reduction: it differs from a gradient of another rank.
                 None => flat::zeros(2, DType::F32, &device),
             });
         }

@@ -231,6 +231,7 @@ pub fn micro_batches_of_other_values_are_rejected() {
 enum Use {
     Model,
     Clone,
+    OtherClone,
     EvaluatedModel,
     EvaluatedClone,
 }
@@ -242,6 +243,7 @@ fn outcomes_of_uses(uses: [&[Use]; 2], steps: usize, publish: Publish) -> Vec<Re
         let layout = layout(&world, (true, true));
         let (net, optim) = advance(&layout, start(&layout, publish)?, 0..steps)?;
         let other = net.clone().map(&mut Scaled(1.5));
+        let another = net.clone().map(&mut Scaled(0.5));
         let mut loss = Tensor::<1>::zeros([1], (device, DType::F32));
         for step in uses[world.rank()] {
             let data = || tokens(world.rank(), 5, device);
@@ -249,6 +251,7 @@ fn outcomes_of_uses(uses: [&[Use]; 2], steps: usize, publish: Publish) -> Vec<Re
             match step {
                 Use::Model => loss = loss + net.loss(data()),
                 Use::Clone => loss = loss + other.loss(data()),
+                Use::OtherClone => loss = loss + another.loss(data()),
                 Use::EvaluatedModel => drop(net.valid().loss(inner())),
                 Use::EvaluatedClone => drop(other.valid().loss(inner())),
             }
@@ -262,13 +265,17 @@ fn outcomes_of_uses(uses: [&[Use]; 2], steps: usize, publish: Publish) -> Vec<Re
 }
 
 pub fn values_of_other_models_at_one_place_are_rejected() {
-    use Use::{Clone, EvaluatedClone, EvaluatedModel, Model};
+    use Use::{Clone, EvaluatedClone, EvaluatedModel, Model, OtherClone};
     let clone_alone: [&[Use]; 2] = [&[Clone], &[Model]];
     let swapped: [&[Use]; 2] = [&[Clone, Model], &[Model, Clone]];
     let evaluated: [&[Use]; 2] = [&[EvaluatedClone, Model], &[EvaluatedModel, Model]];
     let swapped_twice: [&[Use]; 2] =
         [&[EvaluatedClone, EvaluatedModel, Model], &[EvaluatedModel, EvaluatedClone, Model]];
-    for uses in [clone_alone, swapped, evaluated, swapped_twice] {
+    // Clones that no rank has used before.
+    let other_alone: [&[Use]; 2] = [&[Clone, Model], &[OtherClone, Model]];
+    let others_swapped: [&[Use]; 2] = [&[Clone, OtherClone, Model], &[OtherClone, Clone, Model]];
+    let all = [clone_alone, swapped, evaluated, swapped_twice, other_alone, others_swapped];
+    for uses in all {
         for (steps, publish) in [(0, Publish::Now), (2, Publish::Now), (2, Publish::AtFirstUse)] {
             let what = format!("{uses:?}, {steps}, {publish:?}");
             for outcome in outcomes_of_uses(uses, steps, publish) {

@@ -4,8 +4,8 @@ mod adapters;
 mod balancing;
 mod identities;
 mod messages;
+mod other_threads;
 pub mod rejections;
-mod reports;
 mod rows;
 
 use std::sync::Arc;
@@ -80,6 +80,10 @@ use messages::{
     new_values_of_many_layers_are_published_in_few_calls, reports_of_a_divided_model_send_nothing,
     the_first_pass_gathers_every_parameter_alone,
 };
+use other_threads::{
+    a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected,
+    reports_do_not_wait_for_passes_that_wait_for_other_ranks,
+};
 use rejections::{
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,
     a_layer_is_unfrozen_in_a_model_that_is_divided_anew,
@@ -98,7 +102,6 @@ use rejections::{
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
     settings_of_messages_that_no_pass_sends_are_rejected,
 };
-use reports::reports_do_not_wait_for_passes_that_wait_for_other_ranks;
 use rows::{
     a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices,
     averages_of_rows_are_those_of_whole_parameters,
@@ -122,6 +125,7 @@ pub const IN_PROCESS: &[Case] = cases![
     new_values_of_many_layers_are_published_in_few_calls,
     an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
+    a_model_whose_values_have_made_room_for_later_ones_is_rejected,
     states_of_users_optimizers_are_saved_with_owned_parameters,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     settings_of_messages_that_no_pass_sends_are_rejected,
@@ -161,6 +165,7 @@ pub const IN_PROCESS: &[Case] = cases![
     averages_of_rows_are_those_of_whole_parameters,
     rows_that_do_not_fit_are_rejected,
     reports_do_not_wait_for_passes_that_wait_for_other_ranks,
+    a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected,
     a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned,
 ];
 
@@ -770,6 +775,31 @@ fn an_older_model_can_be_trained_again() {
         run.unwrap()
     };
     assert!(train(Publish::AtFirstUse) == train(Publish::Now));
+}
+
+fn a_model_whose_values_have_made_room_for_later_ones_is_rejected() {
+    let unshard_newer = |publish: Publish| {
+        let run = ranks_here(4, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout_by(&world, Some("gpu"))?;
+            let net = layout.shard(Net::new(world.device()))?;
+            let optim = config().with_publish(publish).init_on(&layout, &net)?;
+            let (older, optim) = advance(&layout, (net, optim), 0..2)?;
+            let (newer, optim) = advance(&layout, (older.clone(), optim), 2..3)?;
+            let (_, optim) = advance(&layout, (older, optim), 3..4)?;
+            // A failure ends the steps of other ranks.
+            world.comm().barrier()?;
+            let outcome = layout.unshard(&newer).map(|whole| weights(&whole));
+            drop(optim);
+            Ok(outcome)
+        });
+        run.unwrap()
+    };
+    assert!(unshard_newer(Publish::Now).iter().all(Result::is_ok));
+    for outcome in unshard_newer(Publish::AtFirstUse) {
+        let text = outcome.expect_err("the values are of another step").to_string();
+        assert!(text.contains("made room for the value of a later step"), "{text}");
+    }
 }
 
 fn checkpoints_move_between_layouts() {

@@ -108,6 +108,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
                 data: ranks,
                 model: 1,
                 half: None,
+                users: None,
                 shape: shape.clone(),
                 divisions: vec![division],
                 publish: if skips { Publish::Now } else { Publish::AtFirstUse },

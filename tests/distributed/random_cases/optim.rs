@@ -4,16 +4,48 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::optim::{AdafactorConfig, GradientsParams, LambConfig, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{DType, Tensor};
 use burn_pack::Reader;
 use distmuon::checkpoint::{self, Difference, Saver};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{DistModuleOptimizer, Result, SkippedSteps};
+use distmuon::{DistModuleOptimizer, MuonConfig, Result, RoutingRule, SkippedSteps};
 use distmuon_testing::naive;
+use distmuon_testing::soap::Soap;
 
 use super::model::Net;
+
+/// An optimizer that is neither Muon nor AdamW.
+#[derive(Debug, Clone, Copy)]
+pub enum Other {
+    /// It takes any parameter.
+    Adafactor,
+    Lamb,
+    /// It takes whole matrices and vectors, without a wait of the host.
+    Soap,
+}
+
+/// The parameters that another optimizer updates.
+#[derive(Debug, Clone, Copy)]
+pub struct Users {
+    pub optimizer: Other,
+    /// `true` for all layers but stacks, and `false` for the table and the head.
+    pub has_layers: bool,
+}
+
+impl Users {
+    /// Settings with the other optimizer, behind earlier rules.
+    pub fn add_to(self, muon: MuonConfig) -> MuonConfig {
+        let muon = match self.optimizer {
+            Other::Adafactor => muon.with_optimizer("users", AdafactorConfig::new().build()),
+            Other::Lamb => muon.with_optimizer("users", LambConfig::new().build()),
+            Other::Soap => muon.with_layer_optimizer("users", Soap::default()),
+        };
+        let pattern = if self.has_layers { "embedding|layers" } else { "embedding|head" };
+        muon.with_rule(RoutingRule::custom(pattern, "users"))
+    }
+}
 
 /// The optimizer of a run.
 pub enum Optim {

@@ -77,6 +77,7 @@ impl<'a> Run<'a> {
             true => MuonConfig::new().with_rule(RoutingRule::muon("matrices").batch()),
             false => MuonConfig::new(),
         };
+        let muon = trial.users.iter().fold(muon, |muon, users| users.add_to(muon));
         // Reported after two steps without a gradient, and an error after as many without any.
         let muon = muon.with_max_absent(Some(2));
         let muon = muon.with_master_weights(trial.half.unwrap_or(MasterWeights::Full));

@@ -10,7 +10,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::model::{DENSE, EXPERTS, Experts, KINDS, Matrix, STACK, Shape};
-use super::optim::{ABSENT, DIFFERENCES, STATE};
+use super::optim::{ABSENT, DIFFERENCES, Other, STATE, Users};
 
 /// The most ranks of a world.
 const RANKS: usize = 8;
@@ -256,6 +256,7 @@ pub struct Trial {
     /// The number of ranks that share data, and have slices of one model.
     pub model: usize,
     pub half: Option<MasterWeights>,
+    pub users: Option<Users>,
     pub shape: Shape,
     pub divisions: Vec<Division>,
     pub publish: Publish,
@@ -304,9 +305,10 @@ impl Trial {
 
 impl Debug for Trial {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        let Self { data, model, half, shape, divisions, publish, max_norm, .. } = self;
+        let Self { data, model, half, users, shape, divisions, publish, max_norm, .. } = self;
         let Self { checks, calls, second, .. } = self;
-        write!(f, "{data} x {model} ranks, {half:?}, {shape:?}, {divisions:?}, {publish:?}, ")?;
+        write!(f, "{data} x {model} ranks, {half:?}, {users:?}, {shape:?}, {divisions:?}, ")?;
+        write!(f, "{publish:?}, ")?;
         write!(f, "{max_norm:?}, checks: {checks}, {calls:?}, {second:?}")
     }
 }
@@ -401,15 +403,20 @@ pub fn trials() -> impl Strategy<Value = Trial> {
     let half = proptest::option::weighted(0.25, masters);
     let second = prop_oneof![Just(Second::Everything), Just(Second::Burn)];
     let second = proptest::option::weighted(0.6, second);
-    let settings = (publish, max_norm, half, proptest::bool::weighted(0.3), second);
+    let other = prop_oneof![Just(Other::Adafactor), Just(Other::Lamb), Just(Other::Soap)];
+    let users =
+        (other, any::<bool>()).prop_map(|(optimizer, has_layers)| Users { optimizer, has_layers });
+    let users = proptest::option::weighted(0.3, users);
+    let settings = (publish, max_norm, half, users, proptest::bool::weighted(0.3), second);
     (meshes(), shapes(), vec(divisions(), 1..3), settings, vec(calls(), 1..14)).prop_map(
         |((data, model), mut shape, divisions, settings, calls)| {
-            let (publish, max_norm, half, checks, second) = settings;
+            let (publish, max_norm, half, users, checks, second) = settings;
             shape.limit_uses(calls.iter().any(|call| matches!(call, Call::Teach { .. })));
             let mut trial = Trial {
                 data,
                 model,
                 half,
+                users,
                 shape,
                 divisions,
                 publish,

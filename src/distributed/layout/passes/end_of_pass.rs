@@ -6,7 +6,8 @@ use super::reduce_gradients::{MeanGradient, mean_of};
 use super::state::{LeafUses, PassState, UsesOfRanks};
 use super::{Passes, SharingGroup};
 use crate::distributed::layout::identity::Identities;
-use crate::distributed::layout::pass_calls::{Age, Event, Events};
+use crate::distributed::layout::identity::Version;
+use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
 
 impl Passes {
@@ -18,7 +19,7 @@ impl Passes {
     /// [`Error::Parameter`] for a gradient of a parameter that the model does not have, and for
     /// micro-batches of other values than the model's; as every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
-        let mut state = self.state();
+        let mut state = self.calling();
         // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
         // comes without one.
         self.exchange_uses(&mut state, Some(model))?;
@@ -81,7 +82,7 @@ impl Passes {
         if self.parameters.is_empty() {
             return Ok(());
         }
-        let mut state = self.state();
+        let mut state = self.calling();
         if state.leaves_mut().any(|uses| uses.had_micro_batches) {
             return Err(Error::usage(
                 "the pass can't be dropped by itself",
@@ -153,8 +154,8 @@ impl Passes {
         let rank = self.groups.world.rank();
         let difference = |first: &Events, local: &Events| {
             let [first, local] = first.difference(local)?.map(|event| match event {
-                Some(Event::Gather(index, age)) => {
-                    format!("used `{}` {}", self.parameters[index].path, of_values(age))
+                Some(Event::Gather(index, version)) => {
+                    format!("used `{}` {}", self.parameters[index].path, of_values(version))
                 }
                 Some(Event::Reduce(index)) => {
                     format!("had a gradient of `{}`", self.parameters[index].path)
@@ -187,11 +188,11 @@ impl Passes {
 }
 
 /// Says which values of a parameter a rank has gathered.
-fn of_values(age: Option<Age>) -> String {
-    match age {
+fn of_values(version: Option<Version>) -> String {
+    match version {
         None => "of the last step".to_owned(),
-        Some(Age::New) => "with new values".to_owned(),
-        Some(Age::Uses(0)) => "with the values of its last use".to_owned(),
-        Some(Age::Uses(others)) => format!("with values that were gathered before {others} others"),
+        Some(version) => {
+            format!("with values of version {version}, of which each map of a model makes another")
+        }
     }
 }

@@ -36,8 +36,8 @@ impl Passes {
                 "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
             ));
         }
-        self.ensure_alive()?;
-        let state = self.state();
+        let mut state = self.calling();
+        state.failure.clone().map_or(Ok(()), Err)?;
         let mut parameters = self.parameters.iter();
         let uncollected = parameters.find(|p| state.has_left(p.index, LeafUses::has_gradient));
         if let Some(parameter) = uncollected {
@@ -45,6 +45,7 @@ impl Passes {
             let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
             return Err(Error::parameter(&parameter.path, rank, reason, remedy));
         }
+        state.steps += 1;
         drop(state);
         self.forget_parts();
         Ok(())
@@ -123,12 +124,13 @@ impl Passes {
     ) -> Param<Tensor<D>> {
         let (passes, parameter, device) = (self.clone(), parameter.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
+        let step = self.state().steps;
         let shape = Shape::from([parameter.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
-                let part = passes.await_part(&parameter, &inner).to_device(&inner);
+                let part = passes.await_part(&parameter, step, &inner).to_device(&inner);
                 // It may have been frozen or unfrozen since the step.
                 let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
                 // At its first use: only then does the value have a leaf by which it is known.

@@ -32,7 +32,7 @@ enum Purpose {
 impl Passes {
     /// The whole for a forward pass.
     pub(super) fn gather(&self, parameter: &PassParameter, part: OwnedPart) -> Tensor<1> {
-        let mut state = self.state();
+        let mut state = self.calling();
         // Every use counts, also of a parameter that is there already: the order has to be the same
         // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
@@ -56,7 +56,7 @@ impl Passes {
         part: OwnedPart,
         is_reading: bool,
     ) -> Tensor<1> {
-        let mut state = self.state();
+        let mut state = self.calling();
         // A reading, as for a checkpoint, is no pass: it must not change what the next pass is
         // taken to use.
         if is_reading {
@@ -73,7 +73,7 @@ impl Passes {
 
     /// The whole for a backward pass.
     pub(super) fn gather_again(&self, parameter: &PassParameter, part: OwnedPart) -> Tensor<1> {
-        let mut state = self.state();
+        let mut state = self.calling();
         // Gathered at the begin of the backward pass, since some ranks do not use it and would not
         // take part here.
         let mut kept = state.uses[parameter.index].kept.iter();
@@ -152,9 +152,7 @@ impl Passes {
             .all_gather(sent, &message.totals())
             .map_err(|error| self.in_action(GATHERING, &indices, error))?;
         for PartToGather { index, values: part, .. } in parts {
-            let latest = &mut state.uses[index].latest;
-            let age = part.map(|values| latest.gather(values));
-            state.events.push(Event::Gather(index, age));
+            state.events.push(Event::Gather(index, part.and_then(|values| values.version)));
             state.bytes.ahead += self.parameters[index].bytes();
             // Set at the start: a second use before it arrives finds it and makes no second call.
             state.uses[index].ahead = Some(Ahead { part, arrived: None });
@@ -245,7 +243,7 @@ impl PassState {
     fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<(Option<Values>, &Tensor<1>)> {
         let Uses { part, published, evaluated, .. } = &self.uses[index];
         let (used, published) = match purpose {
-            Purpose::Training => (part, published.as_ref()),
+            Purpose::Training => (part, published.as_ref().map(|published| &published.part)),
             Purpose::Evaluation => (evaluated, None),
         };
         // The part of this pass before the last step's: an older model may be in use.
@@ -258,7 +256,7 @@ impl PassState {
     /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on
     /// its way.
     fn knows_part(&self, index: usize, purpose: Purpose) -> bool {
-        let is_publishing = || self.publishing.iter().any(|publishing| publishing.is_of(index));
+        let is_publishing = || self.publishing.iter().any(|parts| parts.of.contains(&index));
         self.arrived_part(index, purpose).is_some()
             || purpose == Purpose::Training && is_publishing()
     }

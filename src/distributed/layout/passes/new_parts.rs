@@ -2,12 +2,12 @@
 
 use burn::tensor::{Device, Tensor};
 
-use super::state::{OwnedPart, PassState, Publishing};
+use super::state::{OwnedPart, PassState, Published, Publishing, SentParts};
 use super::{PUBLISHING, Passes};
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Values;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::flat;
 use crate::link::identity;
 
@@ -40,7 +40,8 @@ impl Passes {
             // Outside of the lock: an engine may wait here for other ranks.
             _ => replicas.all_gather(sent, &totals)?,
         };
-        Ok(Publishing::Sent { of, message, pending })
+        let step = self.state().steps;
+        Ok(Publishing::Sent(SentParts { step, of, message, pending }))
     }
 
     /// Has the first use of new parts wait for them. Returns those that are here already. All ranks
@@ -49,9 +50,9 @@ impl Passes {
     pub fn publish_later(&self, publishing: Publishing) -> Option<Publishing> {
         match publishing {
             Publishing::Here(_) => Some(publishing),
-            Publishing::Sent { .. } => {
+            Publishing::Sent(parts) => {
                 let mut state = self.state();
-                state.publishing.push_back(publishing);
+                state.publishing.push_back(parts);
                 state.observe();
                 None
             }
@@ -64,10 +65,15 @@ impl Passes {
     ///
     /// As every collective.
     pub fn published(&self, publishing: Publishing) -> Result<Vec<(usize, Tensor<1>)>> {
-        let (of, message, pending) = match publishing {
-            Publishing::Here(parts) => return Ok(parts),
-            Publishing::Sent { of, message, pending } => (of, message, pending),
-        };
+        match publishing {
+            Publishing::Here(parts) => Ok(parts),
+            Publishing::Sent(parts) => self.received(parts),
+        }
+    }
+
+    /// Waits for new parts that were sent.
+    fn received(&self, parts: SentParts) -> Result<Vec<(usize, Tensor<1>)>> {
+        let SentParts { of, message, pending, .. } = parts;
         let buffer = pending.wait().map_err(|error| self.in_action(PUBLISHING, &of, error))?;
         let device = buffer.device();
         let part = |(position, index): (usize, usize)| {
@@ -90,14 +96,22 @@ impl Passes {
         }
     }
 
-    /// This rank's new part of a parameter, or NaN after a failure.
-    pub fn await_part(&self, parameter: &PassParameter, device: &Device) -> Tensor<1> {
-        let mut state = self.state();
+    /// This rank's part of a parameter that a step has made, or NaN after a failure.
+    pub fn await_part(&self, parameter: &PassParameter, step: usize, device: &Device) -> Tensor<1> {
+        let mut state = self.calling();
         let part = self.attempt(&mut state, |state| {
             self.land_publication(state, parameter)?;
-            Ok(state.uses[parameter.index].published.clone())
+            match &state.uses[parameter.index].published {
+                Some(published) if published.step == step => Ok(published.part.clone()),
+                _ => Err(Error::parameter(
+                    &parameter.path,
+                    self.groups.world.rank(),
+                    "its value has made room for the value of a later step",
+                    "use the model that a step returns, or drop it, before another step",
+                )),
+            }
         });
-        part.flatten().unwrap_or_else(|| {
+        part.unwrap_or_else(|| {
             Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype))
         })
     }
@@ -109,23 +123,27 @@ impl Passes {
         parameter: &PassParameter,
     ) -> Result<()> {
         // In the order of the calls: earlier publications arrive on the way.
-        while state.publishing.iter().any(|publishing| publishing.is_of(parameter.index)) {
+        while state.publishing.iter().any(|parts| parts.of.contains(&parameter.index)) {
             let oldest = state.publishing.pop_front().expect("one was found above");
-            for (index, part) in self.published(oldest)? {
-                state.uses[index].published = Some(part);
-            }
+            self.land_parts(state, oldest)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for parts that are on their way.
+    fn land_parts(&self, state: &mut PassState, parts: SentParts) -> Result<()> {
+        let step = parts.step;
+        for (index, part) in self.received(parts)? {
+            state.uses[index].published = Some(Published { step, part });
         }
         Ok(())
     }
 
     /// Waits for all parts that are on their way.
     pub fn finish_publication(&self) -> Result<()> {
-        let mut state = self.state();
+        let mut state = self.calling();
         while let Some(oldest) = state.publishing.pop_front() {
-            let parts = self.attempt(&mut state, |_| self.published(oldest));
-            for (index, part) in parts.into_iter().flatten() {
-                state.uses[index].published = Some(part);
-            }
+            self.attempt(&mut state, |state| self.land_parts(state, oldest));
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
@@ -140,9 +158,6 @@ impl Passes {
         let mut state = self.state();
         let uses = &mut state.uses[parameter.index];
         let values = identity(part).map(|leaf| Values { leaf: Some(leaf), version: None });
-        if let Some(values) = values {
-            uses.latest.gather(values);
-        }
         // From here on the value has an identity, and the published one without it is not needed.
         (uses.part, uses.published) =
             (values.map(|values| OwnedPart { values, tensor: value }), None);

@@ -27,7 +27,7 @@ impl Passes {
     /// its last use. Which values are the model's is known at the end of the pass: all ranks reduce
     /// the same ones until then.
     pub(super) fn add_gradient(&self, parameter: &PassParameter, leaf: u64, gradient: Tensor<1>) {
-        let mut state = self.state();
+        let mut state = self.calling();
         self.attempt(&mut state, |state| {
             // A rank without a batch takes part in the calls, and adds nothing.
             let PassMode { is_micro_batch, is_backward, is_drained, .. } = state.mode;
@@ -209,7 +209,7 @@ impl Passes {
     /// Ends the backward pass of a micro-batch: the gradients of a model are added to those of
     /// earlier ones.
     pub fn keep_micro_batch(&self, model: &Identities) -> Result<()> {
-        let mut state = self.state();
+        let mut state = self.calling();
         for (parameter, uses) in self.parameters.iter().zip(&mut state.uses) {
             let sums = uses.leaves.iter_mut().filter_map(|uses| Some((uses.sum.take()?, uses)));
             for (sum, uses) in sums.collect::<Vec<_>>() {

@@ -11,7 +11,7 @@ use super::message::Message;
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Values;
-use crate::distributed::layout::pass_calls::{Events, LatestValues};
+use crate::distributed::layout::pass_calls::Events;
 use crate::distributed::layout::predicted_uses::{Successors, UseOrder};
 use crate::error::Error;
 use crate::flat::bytes;
@@ -39,26 +39,25 @@ pub struct Reduction {
 pub enum Publishing {
     /// There are no replicas: the shards are the parts.
     Here(Vec<(usize, Tensor<1>)>),
-    /// Exchanged in one message.
-    Sent { of: Vec<usize>, message: Message, pending: Pending },
+    Sent(SentParts),
 }
 
-impl Publishing {
-    /// Returns `true` if it has the part of a parameter.
-    pub fn is_of(&self, index: usize) -> bool {
-        match self {
-            Self::Here(parts) => parts.iter().any(|(of, _)| *of == index),
-            Self::Sent { of, .. } => of.contains(&index),
-        }
-    }
+/// New parts that are exchanged in one message.
+#[derive(Debug)]
+pub struct SentParts {
+    /// The step that has made them, as [`PassState::steps`] counts.
+    pub step: usize,
+    pub of: Vec<usize>,
+    pub message: Message,
+    pub pending: Pending,
+}
 
-    /// Bytes of the buffers of the message.
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Here(_) => 0,
-            Self::Sent { pending, .. } => pending.bytes(),
-        }
-    }
+/// A new part that has arrived, and was not used yet.
+#[derive(Debug)]
+pub struct Published {
+    /// The step that has made it, as [`PassState::steps`] counts.
+    pub step: usize,
+    pub part: Tensor<1>,
 }
 
 /// The parameter of a gradient, and the value that it is of: the model's, or a clone's.
@@ -113,8 +112,10 @@ pub struct PassState {
     pub flights: VecDeque<Flight>,
     /// The gradients that wait for others. A bucket will be sent in one message.
     pub buckets: VecDeque<Vec<Gradient>>,
+    /// The number of steps that have begun.
+    pub steps: usize,
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
-    pub publishing: VecDeque<Publishing>,
+    pub publishing: VecDeque<SentParts>,
     pub uses: Vec<Uses>,
     pub bytes: HeldBytes,
     pub orders: UseOrders,
@@ -127,19 +128,29 @@ pub struct PassState {
 }
 
 /// The state, locked. What it holds in the end is reported.
-pub struct Locked<'a>(pub MutexGuard<'a, PassState>);
+pub struct Locked<'a> {
+    state: MutexGuard<'a, PassState>,
+    /// Freed after the state.
+    _turn: Option<MutexGuard<'a, ()>>,
+}
+
+impl<'a> Locked<'a> {
+    pub fn new(state: &'a Mutex<PassState>, turn: Option<MutexGuard<'a, ()>>) -> Self {
+        Self { state: state.lock().unwrap_or_else(PoisonError::into_inner), _turn: turn }
+    }
+}
 
 impl Deref for Locked<'_> {
     type Target = PassState;
 
     fn deref(&self) -> &PassState {
-        &self.0
+        &self.state
     }
 }
 
 impl DerefMut for Locked<'_> {
     fn deref_mut(&mut self) -> &mut PassState {
-        &mut self.0
+        &mut self.state
     }
 }
 
@@ -207,11 +218,9 @@ pub struct Uses {
     /// The part that was last used without a gradient.
     pub evaluated: Option<OwnedPart>,
     /// The part of the last step, if it has arrived and was not used yet.
-    pub published: Option<Tensor<1>>,
+    pub published: Option<Published>,
     /// The whole that is gathered ahead of its use.
     pub ahead: Option<Ahead>,
-    /// The values that were gathered last, by which ranks compare what they gather.
-    pub latest: LatestValues,
     /// `true` if this pass was told of a use by other ranks.
     pub are_left_out: bool,
     /// The parts that this pass has used with a gradient, if others may leave them out: the model's
@@ -310,10 +319,7 @@ pub struct Arrived {
 impl Drop for PassState {
     /// Waits for all that was not used, since the other ranks take part in it.
     fn drop(&mut self) {
-        let publishing = self.publishing.drain(..).filter_map(|publishing| match publishing {
-            Publishing::Here(_) => None,
-            Publishing::Sent { pending, .. } => Some(pending),
-        });
+        let publishing = self.publishing.drain(..).map(|parts| parts.pending);
         let flights = self.flights.drain(..).map(|flight| match flight {
             Flight::Gathering(_, _, pending) | Flight::Reducing(Reduction { pending, .. }) => {
                 pending
@@ -326,7 +332,7 @@ impl Drop for PassState {
 
 impl PassState {
     fn held(&self) -> PassBytes {
-        let publishing = self.publishing.iter().map(Publishing::bytes).sum();
+        let publishing = self.publishing.iter().map(|parts| parts.pending.bytes()).sum();
         let waiting: usize = self.waiting().map(|gradient| bytes(&gradient.parts)).sum();
         let HeldBytes { ahead, kept, reducing, sums, means } = self.bytes;
         let in_flight = reducing + sums + waiting;

@@ -45,7 +45,7 @@ impl Passes {
     /// [`Error::Parameter`] for a gradient that an earlier backward pass has left; as every
     /// collective.
     pub fn begin_backward(&self, model: Option<&Identities>) -> Result<()> {
-        let mut state = self.state();
+        let mut state = self.calling();
         self.ensure_collected(&state)?;
         // Of a pass that did not end, if the caller has caught a panic in it.
         state.of_ranks = None;

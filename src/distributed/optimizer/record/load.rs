@@ -78,6 +78,7 @@ impl DistModuleOptimizer {
     /// [`Error::Checkpoint`] if a state can't be read.
     fn fill(&mut self, states: &States, unused: &BTreeSet<String>) -> Result<()> {
         let Self { divided, shards, accounts, scaling, checks, .. } = self;
+        checks.step.forget();
         checks.audits.forget();
         fill_shards(shards, divided, states, unused)?;
         fill_own(shards, divided, states, unused)?;

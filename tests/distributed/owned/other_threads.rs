@@ -1,13 +1,15 @@
-//! Reports of memory by another thread, while a pass waits for other ranks.
+//! Other threads of a rank, while a pass waits for other ranks.
 
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use distmuon::Result;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Place, Publish};
+use distmuon::{Error, Result};
+use distmuon_testing::excused;
 use distmuon_testing::watched::watched;
+use distmuon_testing::worlds;
 
 use super::{Net, config, layout, tokens, with_checkpoints};
 use crate::ranks_here;
@@ -115,5 +117,53 @@ pub fn reports_do_not_wait_for_passes_that_wait_for_other_ranks() {
             assert_eq!(missing, 0, "{publish:?}");
             assert!(came > 3, "{came}");
         }
+    }
+}
+
+/// The order of two threads' calls would be left to chance, and be another on each rank.
+pub fn a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected() {
+    if worlds::results_may_be_early() {
+        return excused("a pass that does not wait for other ranks is soon over");
+    }
+    let is_rejected = AtomicBool::new(false);
+    let errors = ranks_here(2, |world| {
+        let (begin, begun) = channel();
+        let is_dividing = Arc::new(AtomicBool::new(true));
+        let divides = is_dividing.clone();
+        let world = watched(&with_checkpoints(&world), move |_| {
+            // Later events have no listener.
+            _ = (!divides.load(SeqCst)).then(|| begin.send(()));
+            Ok(())
+        });
+        let layout = layout(&world);
+        let net = layout.shard(Net::new(world.device()))?;
+        is_dividing.store(false, SeqCst);
+        let loss = || net.loss(tokens(world.rank(), 0, world.device()));
+        let loss = match world.rank() {
+            0 => std::thread::scope(|scope| {
+                let (other, world) = (net.clone(), &world);
+                scope.spawn(move || {
+                    begun.recv().unwrap();
+                    other.evaluated(world, 0);
+                });
+                loss()
+            }),
+            _ => {
+                // The calls of rank 0 wait for this rank.
+                let start = Instant::now();
+                while !is_rejected.load(SeqCst) && start.elapsed() < PATIENCE {
+                    std::thread::yield_now();
+                }
+                loss()
+            }
+        };
+        is_rejected.store(true, SeqCst);
+        Ok(layout.backward(&loss, &net).expect_err("two threads use the model"))
+    });
+    let [of_rank_0, of_rank_1] = &errors.unwrap()[..] else { panic!("there are two ranks") };
+    assert!(matches!(of_rank_0, Error::Usage { .. }), "{of_rank_0}");
+    assert!(matches!(of_rank_1, Error::PeerFailed { rank: 0, .. }), "{of_rank_1}");
+    for error in [of_rank_0, of_rank_1] {
+        assert!(error.to_string().contains("two threads of a rank"), "{error}");
     }
 }
