@@ -667,6 +667,10 @@ struct Extra {
 /// The memory of passes with owned parameters. `layers` are sent ahead, and as many gradients.
 fn extra_of_owned_parameters(keep: Keep, in_rows: bool, layers: usize) -> Extra {
     let device = Device::default().autodiff().gradient_checkpointing();
+    extra_of_owned_parameters_on(device, keep, in_rows, layers)
+}
+
+fn extra_of_owned_parameters_on(device: Device, keep: Keep, in_rows: bool, layers: usize) -> Extra {
     let together = Barrier::new(2);
     let before = ALLOCATOR.current_usage();
     // Reads the allocator while all ranks wait.
@@ -696,7 +700,7 @@ fn extra_of_owned_parameters(keep: Keep, in_rows: bool, layers: usize) -> Extra 
         world.comm().barrier()?;
         let held = read(&world, now);
         let evaluated = model.valid();
-        let input = Tensor::<2>::ones([4, 512], &world.device().clone().inner());
+        let input = Tensor::<3>::ones([1, 4, 512], &world.device().clone().inner());
         // The first pass learns the order.
         for _ in 0..3 {
             drop(evaluated.layers.iter().fold(input.clone(), |x, layer| layer.forward(x)));
@@ -704,7 +708,8 @@ fn extra_of_owned_parameters(keep: Keep, in_rows: bool, layers: usize) -> Extra 
         drop(evaluated);
         let evaluating = read(&world, peak);
         let forward = || {
-            let input = Tensor::<2>::ones([4, 512], world.device());
+            // Of three dimensions: a layer makes a view of its weight.
+            let input = Tensor::<3>::ones([1, 4, 512], world.device());
             model.layers.iter().fold(input, |x, layer| layer.forward(x)).mean()
         };
         layout.backward(&forward(), &model)?; // makes the depths of the clock
@@ -746,6 +751,26 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
         // and the limit.
         let each = 5 + layers;
         assert!(passing <= (OWNED_LAYERS + 2 * each) * LAYER + SCRATCH, "{passing}");
+    }
+}
+
+#[test]
+fn views_of_weights_stay_in_memory_without_gradient_checkpointing() {
+    alone();
+    if !is_on_host() {
+        return;
+    }
+    for is_checkpointed in [true, false] {
+        let device = Device::default().autodiff();
+        let device = if is_checkpointed { device.gradient_checkpointing() } else { device };
+        let kept = || extra_of_owned_parameters_on(device.clone(), Keep::Nothing, false, 0).kept;
+        kept(); // libraries
+        let kept = kept();
+        match is_checkpointed {
+            true => assert!(kept <= SCRATCH, "{kept}"),
+            // Of both ranks.
+            false => assert!(kept >= 2 * OWNED_LAYERS * LAYER, "{kept}"),
+        }
     }
 }
 

@@ -1,14 +1,15 @@
 //! Regions of tensor parallelism, and experts on ranks, against one rank.
 
 use burn::module::{Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::nn::{DropoutConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
-use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use distmuon::comm::{Communicator, PairCounts, ReduceOp, World};
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowEmbedding, RowLinear, enter, exchange, leave};
 use distmuon::{AdamWConfig, Error, MuonConfig, RoutingRule};
+use distmuon_testing::excused;
 use distmuon_testing::models::Fixed;
 use distmuon_testing::precision::has;
 use distmuon_testing::watched::counted;
@@ -23,6 +24,7 @@ pub const EVERYWHERE: &[Case] = cases![
     sums_of_half_precision_are_rounded_once,
     experts_on_ranks_train_as_on_one,
     rows_of_an_embedding_train_as_the_whole,
+    one_seed_drops_the_same_elements_in_processes_along_a_model_axis,
 ];
 
 pub const IN_PROCESS: &[Case] = cases![
@@ -329,6 +331,29 @@ fn gradients_are_compared_until_they_are_not_zero_for_at_most_eight_steps() {
     // Known limits: nothing is found.
     assert_eq!(failed(8, false), None);
     assert_eq!(failed(0, true), None);
+}
+
+fn one_seed_drops_the_same_elements_in_processes_along_a_model_axis() {
+    if !worlds::has(&4) {
+        return;
+    }
+    if worlds::name() != "mpi" {
+        return excused("threads of one process, which have one sequence of random numbers");
+    }
+    let dropped = ranks(4, |world| {
+        let mesh = Mesh::new(&world, [Axis::data("dp", 2), Axis::model("tp", 2)])?;
+        let device = world.device();
+        // Ranks have drawn other numbers before.
+        drop(Tensor::<1>::random([world.rank()], Distribution::Default, device));
+        device.seed(7 + mesh.data().rank() as u64);
+        let ones = Tensor::<1>::ones([64], (device, DType::F32));
+        Ok(floats(DropoutConfig::new(0.5).init().forward(ones)))
+    });
+    let dropped = dropped.unwrap();
+    assert!(dropped[0].contains(&0.0) && !dropped[0].iter().all(|element| *element == 0.0));
+    assert_eq!(dropped[0], dropped[1]);
+    assert_eq!(dropped[2], dropped[3]);
+    assert_ne!(dropped[0], dropped[2], "ranks with other data");
 }
 
 /// The guide's region without layers of this crate.

@@ -138,6 +138,20 @@ fn loader(items: Vec<usize>, batch: usize, batcher: Regression) -> Arc<dyn DataL
     DataLoaderBuilder::new(batcher).batch_size(batch).build(InMemDataset::new(items))
 }
 
+/// In a training loop of one's own, as the guide has it.
+#[test]
+fn a_rank_takes_its_slice_of_a_loader_in_batches_of_the_same_size() {
+    let batches = World::launch(3, |world| {
+        let loader = loader((0..72).collect(), 8, Regression { poison: None, nan: None });
+        let part = world.part(loader.num_items());
+        let own = loader.slice(part.start, part.end);
+        let sizes: Vec<usize> =
+            own.iter().map(|batch| batch.expect("the items are in memory")[0].dims()[0]).collect();
+        world.all_gather_value(&sizes)
+    });
+    assert_eq!(batches.unwrap(), vec![vec![8; 3]; 3]);
+}
+
 /// The items of one device, in an order in which its batches are those of `ranks` ranks joined.
 fn as_ranks_see_them(ranks: usize) -> Vec<usize> {
     let each = ITEMS / ranks;

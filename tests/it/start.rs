@@ -61,6 +61,28 @@ fn rank_0_alone_draws_initial_values() {
 }
 
 #[test]
+fn the_values_of_rank_0_replace_those_of_other_ranks() {
+    let rows: OnWorld = |world| Layout::from(world).rows("dp");
+    // Without a group of ranks that compute together, since nothing is computed.
+    let cut: OnWorld = |world| {
+        let mesh = Mesh::new(world, [Axis::data("dp", 1), Axis::model("tp", RANKS)]);
+        let layout = Layout::new(&mesh.expect("a mesh of all ranks"));
+        layout.with_place(Place::shard("weight", "tp", 1))
+    };
+    let expected = weights(&linear(&Device::default().autodiff()).map(&mut Fixed::new(0)));
+    for (name, layout) in PLACEMENTS.into_iter().chain([("rows", rows), ("cut", cut)]) {
+        let values = World::launch(RANKS, |world| {
+            let model = linear(world.device()).map(&mut Fixed::new(world.rank() as u64));
+            let (model, optim) = DistMuonConfig::new().start(layout(&world), model)?;
+            world.all_gather_value(&weights(&optim.layout().unshard(&model)?))
+        });
+        for (rank, values) in values.unwrap().iter().enumerate() {
+            assert!(*values == expected, "{name}, rank {rank}");
+        }
+    }
+}
+
+#[test]
 fn initial_values_that_the_other_ranks_do_not_expect_are_an_error() {
     for (name, layout) in PLACEMENTS {
         let error = World::launch(2, |world| {

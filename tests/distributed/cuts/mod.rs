@@ -604,21 +604,42 @@ fn whole_experts_are_updated_where_they_lie() {
 }
 
 fn a_rank_holds_its_slices_and_its_share_of_states() {
+    const BYTES: usize = 8 * 64 * 64 * 4;
     let case = Cutting {
         axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
         cuts: vec![("^layers.", vec![("tp", 1, 1)])],
     };
-    let config = DistMuonConfig::new();
-    let held = ranks_here(4, |world| {
-        let layout = case.layout(&world)?;
-        let model = Layers::square(8, 32, world.device()).map(&mut Fixed::new(5));
-        let model = layout.shard(model)?;
-        let optim = config.init_on(&layout, &model)?;
-        let memory = optim.memory();
-        Ok((memory.parameters.now, memory.states.now))
-    });
-    let bytes = 8 * 32 * 32 * 4;
-    assert_eq!(held.unwrap(), [(bytes / 2, bytes / 4); 4]);
+    for is_owned in [false, true] {
+        let held = ranks_here(4, |world| {
+            let layout = case.layout(&world)?;
+            let layout = if is_owned { layout.owned("dp") } else { layout };
+            let whole = Layers::square(8, 64, world.device()).map(&mut Fixed::new(5));
+            let mut model = layout.shard(whole.clone())?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
+            let before = optim.memory();
+            for _ in 0..2 {
+                let of = (world.rank(), false);
+                let mut sliced = slices(&case, (&whole, gradients(&whole, 1)), &model, of);
+                let products = model.layers.iter().map(|layer| product(&layer.weight, &mut sliced));
+                let loss = products.reduce(|sum, product| sum + product).expect("layers");
+                let gradients = layout.backward(&loss, &model)?;
+                model = optim.step(0.01, model, gradients)?;
+            }
+            Ok([before, optim.memory()])
+        });
+        for [before, after] in held.unwrap() {
+            let parameters = if is_owned { BYTES / 4 } else { BYTES / 2 };
+            // A parameter of which the rank has nothing has an element.
+            let elements = if is_owned { 4 * 4 } else { 0 };
+            for memory in [&before, &after] {
+                assert_eq!(memory.parameters.now, parameters + elements, "{is_owned}: {memory}");
+                assert_eq!(memory.states.now, BYTES / 4, "{is_owned}: {memory}");
+            }
+            // This rank's gradients after a backward pass: of its slices, or its shares of those.
+            assert_eq!(after.gradients.peak, parameters, "{is_owned}: {after}");
+            assert!(after.shards.peak <= BYTES / 4, "{is_owned}: {after}");
+        }
+    }
 }
 
 fn cuts_that_do_not_fit_are_rejected_naming_the_parameter() {

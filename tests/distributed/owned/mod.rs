@@ -37,6 +37,7 @@ pub const EVERYWHERE: &[Case] = cases![
     micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced,
     parameters_owned_inside_nodes_train_as_replicated_ones,
     parameters_owned_on_several_hosts_train_as_replicated_ones,
+    parameters_owned_inside_three_nodes_or_by_three_ranks_train_nearly_as_replicated_ones,
     sums_of_parts_are_those_of_whole_gradients,
     checkpoints_move_between_layouts,
     gradients_that_the_backward_pass_reduces_are_those_of_the_step,
@@ -115,6 +116,7 @@ pub const IN_PROCESS: &[Case] = cases![
     a_device_without_gradient_checkpointing_is_warned_of,
     passes_that_are_not_trained_are_warned_of,
     a_rank_holds_and_sends_its_share,
+    a_rank_of_a_node_holds_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_weight_is_gathered_for_each_of_its_uses,
@@ -484,6 +486,32 @@ fn parameters_owned_inside_nodes_train_as_replicated_ones() {
     }
 }
 
+/// Means over a node and over nodes round twice, unless they divide by powers of two.
+fn parameters_owned_inside_three_nodes_or_by_three_ranks_train_nearly_as_replicated_ones() {
+    if !worlds::has(&6) {
+        return;
+    }
+    let expected = ranks(6, |world| train_replicated(&world, &config(), 4, 1, DType::F32)).unwrap();
+    for (nodes, gpus) in [(2, 3), (3, 2)] {
+        let runs = ranks(6, |world| {
+            let world = with_checkpoints(&world);
+            let axes = [Axis::data("node", nodes), Axis::data("gpu", gpus)];
+            train_on(&world, &layout_on(&Mesh::new(&world, axes)?), &config(), 4, 1, DType::F32)
+        });
+        let runs = runs.unwrap();
+        assert!(runs.iter().all(|run| run.1 == runs[0].1), "the ranks agree");
+        let floats = |bits: &[Vec<u8>]| -> Vec<f32> {
+            let bytes = bits.concat();
+            let numbers = bytes.chunks_exact(4);
+            numbers.map(|bytes| f32::from_le_bytes(bytes.try_into().expect("4 bytes"))).collect()
+        };
+        let errors = floats(&expected[0].1).into_iter().zip(floats(&runs[0].1));
+        let error = errors.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        // A sum that is rounded otherwise may turn a gradient that is almost zero.
+        assert!(error < 1e-3, "{nodes} nodes of {gpus}: {error}");
+    }
+}
+
 /// Ranks 0 and 1 are a host, and ranks 2 and 3 another.
 fn on_hosts(world: &World) -> Result<World> {
     with_checkpoints(world).by_node(&(world.rank() / 2).to_string())
@@ -611,6 +639,31 @@ fn a_rank_holds_and_sends_its_share() {
                 }
             }
         }
+    }
+}
+
+/// Replicas of the parts on every node: a rank has those of its node, and updates a share of them.
+fn a_rank_of_a_node_holds_its_share() {
+    const BYTES: usize = 16 * 32 * 32 * 4;
+    let held = ranks_here(4, |world| {
+        let world = with_checkpoints(&world);
+        let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+        let layout = Layout::new(&mesh).owned("gpu").with_ahead_mb(0.0).with_in_flight_mb(0.0);
+        let mut net = layout.shard(layers(world.device()))?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        for _ in 0..2 {
+            let loss = output(&net, ones(world.device()));
+            net = optim.step(0.01, net.clone(), layout.backward(&loss, &net)?)?;
+        }
+        Ok(optim.memory())
+    });
+    for memory in held.unwrap() {
+        // A parameter of which the rank has nothing has an element.
+        assert_eq!(memory.parameters.now, BYTES / 2 + 4 * 8, "{memory}");
+        assert_eq!(memory.states.now, BYTES / 4, "{memory}");
+        assert_eq!(memory.gradients.peak, BYTES / 4, "{memory}");
+        assert!(memory.shards.peak <= BYTES / 4, "{memory}");
+        assert_eq!(memory.gathered.peak, BYTES / 16, "{memory}");
     }
 }
 

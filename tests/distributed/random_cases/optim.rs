@@ -19,10 +19,10 @@ use super::model::Net;
 /// An optimizer that is neither Muon nor AdamW.
 #[derive(Debug, Clone, Copy)]
 pub enum Other {
-    /// It takes any parameter.
+    /// For parameters of all shapes.
     Adafactor,
     Lamb,
-    /// It takes whole matrices and vectors, without a wait of the host.
+    /// A layer optimizer, for which the host does not wait.
     Soap,
 }
 
