@@ -12,7 +12,7 @@ use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place, Publish};
 use distmuon::{DistModuleOptimizer, Error, Result};
 use distmuon_testing::models::{Fixed, Layers, bits, gradients};
-use distmuon_testing::watched::watched;
+use distmuon_testing::watched::{watched, with_counted_values};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::owned::{self, train_on};
@@ -332,6 +332,22 @@ fn a_check_is_one_small_message() {
         *without.get_mut("or_bytes").unwrap() -= checks;
     }
     assert_eq!(with(1, 1), with(1, 0), "one rank");
+    let bytes = |every| {
+        let bytes = ranks_here(3, |world| {
+            let (world, values) = with_counted_values(&world);
+            let net = world.broadcast(Net::new(world.device()))?;
+            let mut optim = config().with_check_every(every).init(&world, &net)?;
+            values.lock().unwrap().clear();
+            let gradients = gradients(&net, 1);
+            optim.step(0.01, net, gradients)?;
+            let bytes: usize = values.lock().unwrap().values().sum();
+            Ok(bytes)
+        });
+        bytes.unwrap()
+    };
+    for (with, without) in bytes(1).into_iter().zip(bytes(0)) {
+        assert!((8..64).contains(&(with - without)), "{with} and {without}");
+    }
 }
 
 /// The default is a check in a thousand steps: it may take the time of ten.

@@ -52,13 +52,18 @@ fn single_device(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
 
 /// The elements of every momentum in a record, by path.
 fn momenta(optim: &ModuleOptimizer) -> BTreeMap<String, usize> {
+    states(optim, "momentum")
+}
+
+/// The elements of every state of a name in a record, by path.
+fn states(optim: &ModuleOptimizer, of: &str) -> BTreeMap<String, usize> {
     let reader = Reader::from_bytes(optim.into_bytes().unwrap()).unwrap();
     let paths = reader.metadata().clone();
     let tensors = reader.into_tensors().unwrap().into_iter();
     let momenta = tensors.filter_map(|tensor| {
         let (name, _, shape, ..) = tensor.into_parts().unwrap();
         let (id, name) = name.split_once('.')?;
-        (name == "momentum").then(|| (paths[id].clone(), shape.iter().product()))
+        (name == of).then(|| (paths[id].clone(), shape.iter().product()))
     });
     momenta.collect()
 }
@@ -71,6 +76,9 @@ fn ranks_are_bit_equal_to_one_device_and_store_each_momentum_once() {
             let net = Net::new(VOCABULARY, world.device());
             let mut optim = config().per_parameter(&world)?.init(&net)?;
             let net = train(net, &mut optim, 0..10);
+            // Every rank updates AdamW's parameters, and has their states.
+            let moments = states(&optim, "moment_1");
+            assert_eq!(moments["embedding.weight"], 6 * VOCABULARY, "{count} ranks");
             Ok((weights(&net), momenta(&optim)))
         });
         let runs = runs.unwrap();

@@ -9,6 +9,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Keep, Layout, Mesh, Place, Publish};
+use distmuon::{MuonConfig, RoutingRule};
 use distmuon_testing::models::{Fixed, Layers};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds;
@@ -113,6 +114,41 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
             assert!(sent == once || !worlds::is_exact(), "{case}: {sent} of {once}");
         }
     }
+}
+
+/// Two small layers, a large one and two small ones; a message has room for two small ones, and not for the large one.
+pub fn a_parameter_of_more_than_half_of_the_limit_is_sent_alone() {
+    const SMALL: usize = 16;
+    let calls = ranks_here(2, |world| {
+        let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+        // With some bytes more, since megabytes round.
+        let limit = (5 * SMALL * SMALL * 4 + 64) as f64 / 1e6;
+        let layout = Layout::from(&world).owned("dp").with_small_elements(1);
+        let layout = layout.with_keep(Keep::Weights).with_ahead_mb(limit).with_in_flight_mb(limit);
+        let layer = |inputs: usize, outputs: usize| {
+            LinearConfig::new(inputs, outputs).with_bias(false).init(world.device())
+        };
+        let sizes = [(SMALL, SMALL), (SMALL, SMALL), (SMALL, 3 * SMALL)];
+        let last = [(3 * SMALL, SMALL / 3), (SMALL / 3, SMALL)];
+        let layers = sizes.into_iter().chain(last).map(|(inputs, outputs)| layer(inputs, outputs));
+        let model = Layers { layers: layers.collect() };
+        // Parameters of AdamW have padded rows.
+        let muon = MuonConfig::new().with_rule(RoutingRule::muon("layers"));
+        let (mut model, mut optim) = DistMuonConfig::new().with_muon(muon).start(&layout, model)?;
+        let mut counts = [0; 2];
+        for _ in 0..3 {
+            calls.lock().unwrap().clear();
+            let x = Tensor::<2>::ones([4, SMALL], world.device());
+            let loss = model.layers.iter().fold(x, |x, layer| layer.forward(x)).square().mean();
+            let gradients = optim.backward(&loss, &model)?;
+            counts = ["all_gather", "reduce_scatter"].map(|name| calls.lock().unwrap()[name]);
+            model = optim.step(0.01, model, gradients)?;
+        }
+        Ok(counts)
+    });
+    // The first parameter of a pass is gathered alone, and then the second; the large one; those
+    // behind it. Gradients come in the opposite order.
+    assert_eq!(calls.unwrap(), [[4, 3]; 2]);
 }
 
 /// An owner that received all contributions at once would hold eight times the gradient.

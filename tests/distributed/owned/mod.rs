@@ -17,7 +17,7 @@ use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConf
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::activation::relu;
-use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, GradDtype, Keep, Layout, LossScaleConfig, Mesh,
@@ -26,7 +26,7 @@ use distmuon::distributed::{
 use distmuon::{GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
-use distmuon_testing::precision::Rounded;
+use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
@@ -75,6 +75,7 @@ use identities::{
 };
 use messages::{
     a_large_gradient_is_sent_once_and_its_sum_once_more,
+    a_parameter_of_more_than_half_of_the_limit_is_sent_alone,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_weight_is_gathered_for_each_of_its_uses, an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
@@ -119,6 +120,7 @@ pub const IN_PROCESS: &[Case] = cases![
     a_rank_of_a_node_holds_its_share,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_large_gradient_is_sent_once_and_its_sum_once_more,
+    a_parameter_of_more_than_half_of_the_limit_is_sent_alone,
     a_weight_is_gathered_for_each_of_its_uses,
     an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
@@ -540,14 +542,23 @@ fn parameters_owned_on_several_hosts_train_as_replicated_ones() {
 }
 
 fn sums_of_parts_are_those_of_whole_gradients() {
+    sums_of_parts_are_those_of_whole_gradients_of(DType::F32);
+    if has(FloatDType::BF16) {
+        sums_of_parts_are_those_of_whole_gradients_of(DType::BF16);
+    }
+}
+
+/// Sums are in float32 for any type.
+fn sums_of_parts_are_those_of_whole_gradients_of(dtype: DType) {
     // With equal data, the mean over a power of two of ranks is exact.
+    let config = config().with_grad_dtype(GradDtype::Float32);
     let train = |axis: Option<&'static str>, overlaps: bool| {
         let run = ranks(4, |world| {
             let world = with_checkpoints(&world);
             let layout = layout_by(&world, axis)?;
             let layout = if overlaps { layout.overlap_backward() } else { layout };
-            let mut net = layout.shard(Net::new(world.device()))?;
-            let mut optim = config().init_on(&layout, &net)?;
+            let mut net = layout.shard(Net::of(dtype, world.device()))?;
+            let mut optim = config.init_on(&layout, &net)?;
             for step in 0..3 {
                 let mut buffer = GradientBuffer::new();
                 for batch in 0..2 {
@@ -734,9 +745,24 @@ fn an_evaluation_gathers_ahead_in_its_own_order() {
                 }
                 let gathered = optim.memory().gathered;
                 assert!(gathered.peak <= limit.max(1) * BYTES, "{case}: {gathered:?}");
-                Ok(gathered.now)
+                // A layer that is used first and last leaves those behind it gathered.
+                let mut tied = net.valid();
+                for _ in 0..2 {
+                    let x = ones(&device.clone().inner());
+                    let x = tied.layers.iter().fold(x, |x, layer| layer.forward(x));
+                    drop(tied.layers[0].forward(x));
+                    tied = net.valid();
+                }
+                let left = optim.memory().gathered.now;
+                let loss = output(&net, Tensor::from_inner(ones(&device.clone().inner())));
+                layout.backward(&loss, &net)?;
+                Ok([gathered.now, left, optim.memory().gathered.now])
             });
-            assert!(run.unwrap().iter().all(|now| *now == 0));
+            let leaves = limit >= 2;
+            for [before, left, after] in run.unwrap() {
+                assert_eq!((before, left > 0, after), (0, leaves, 0), "{limit}: {left}");
+                assert!(left <= limit * BYTES, "{left}");
+            }
         }
     }
 }

@@ -164,6 +164,12 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
         layout(world).shard(model)
     });
     assert_says(&adapted, &["`weight", "adapter"]);
+    let cut = errors(|world| {
+        let model = LinearConfig::new(64, 64).init(world.device()).apply_lora(Lora::new(32, 4.0));
+        let mesh = Mesh::new(world, [Axis::model("tp", 2)])?;
+        Layout::new(&mesh).with_place(Place::shard("weight", "tp", 1)).shard(model)
+    });
+    assert_says(&cut, &["`weight", "adapter"]);
 
     let mixed = errors(|world| {
         let rule = RoutingRule::muon(r"layers\.1\.weight").split([24, 8]).leave([1]);

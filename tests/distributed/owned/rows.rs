@@ -8,6 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Keep, Layout, Mesh, Place, Publish};
+use distmuon::parts::MaxNorm;
 use distmuon::{MuonConfig, Result, RoutingRule};
 use distmuon_testing::combinations::{self, combinations, routed, separable};
 use distmuon_testing::models::{Fixed, assert_same_weights, bits, values, weights};
@@ -153,19 +154,25 @@ impl Few {
 pub fn a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices() {
     const MATRIX: usize = 48 * 64 * 4;
     const STACK: usize = 2 * 24 * 64 * 4;
-    for count in [1, 2, 4, 8] {
+    // A part that needs whole values has them sent as well.
+    let limited = Few::config().muon.with_parts(vec![MaxNorm::new(1.0).into()]);
+    let limited = DistMuonConfig::new().with_muon(limited.with_weight_decay(0.0.into()));
+    let configs = [(2, Few::config()), (3, limited)];
+    for (count, (times, config)) in
+        [1, 2, 4, 8].into_iter().flat_map(|count| configs.iter().map(move |config| (count, config)))
+    {
         let run = ranks_here(count, |world| {
             let (comm, traffic) = counted(world.communicator());
             let world = World::new(comm, world.device().clone());
             let layout = Layout::new(&Mesh::flat(&world)).rows("dp").with_keep(Keep::Weights);
-            let layout = layout.with_muon(Few::config().muon);
+            let layout = layout.with_muon(config.muon.clone());
             let mut few = layout.shard(Few::new([48, 64], [2, 24, 64], world.device()))?;
             let table = layout.table(&few)?;
             for (path, bytes) in [("matrix", MATRIX), ("stack", STACK)] {
                 assert_eq!(table.parts(path), Some(vec![bytes / 4 / count; count]), "{path}");
             }
             assert_eq!(layout.num_params(&few)?, (MATRIX + STACK) / 4);
-            let mut optim = Few::config().init_on(&layout, &few)?;
+            let mut optim = config.init_on(&layout, &few)?;
             assert_eq!(optim.memory().parameters.now, (MATRIX + STACK) / count);
             let mut sent = [0; 2];
             for _ in 0..2 {
@@ -196,7 +203,7 @@ pub fn a_rank_holds_its_rows_of_every_parameter_also_with_fewer_matrices() {
         let of_matrix = MATRIX - MATRIX / count;
         let of_stack = STACK - STACK / (count / 2).max(1);
         let exchanged: usize = run.iter().map(|([_, exchanged], _)| exchanged).sum();
-        assert_eq!(exchanged, 2 * (of_matrix + of_stack), "{count} ranks");
+        assert_eq!(exchanged, times * (of_matrix + of_stack), "{count} ranks");
         // Momentum, and the idle steps of each matrix of the stack.
         let states: usize = run.iter().map(|(_, states)| states).sum();
         assert_eq!(states, MATRIX + STACK + 2 * 4);
