@@ -9,6 +9,7 @@ use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::update::ONLY_RANK;
 
 /// The type by which Burn announces a LoRA adapter of a weight, or another reparameterization.
 const REPARAMETERIZATION: &str = "Reparameterization";
@@ -248,6 +249,29 @@ fn undrawn_parameter<const D: usize>(param: &Param<Tensor<D>>) -> Param<Tensor<D
     // until then, Burn has the shape that is stored in files.
     let stored = Tensor::<D>::zeros([1; D], &param.lazy_device()).expand(param.lazy_shape());
     param.clone().transform_for_load(stored, param.id)
+}
+
+/// Fails for a model that is divided among ranks, in a call that needs whole parameters.
+pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
+    ensure_none(model, Placement::is_owned, "it is divided among ranks")
+}
+
+/// Fails for a model of a layout whose passes reduce gradients, in a call for one device.
+pub(crate) fn ensure_on_one_device<M: Module>(model: &M) -> Result<()> {
+    ensure_whole(model)?;
+    ensure_none(model, Placement::reduces_in_backward, "a layout's passes reduce its gradient")
+}
+
+fn ensure_none<M: Module>(model: &M, is: fn(Placement) -> bool, reason: &str) -> Result<()> {
+    match lazily(model).into_iter().find(|found| is(found.placement)) {
+        Some(found) => Err(Error::parameter(
+            &found.path,
+            ONLY_RANK,
+            format!("{reason}, and the call is for whole parameters on one device"),
+            "use `DistModuleOptimizer`, or the model of `Layout::unshard`",
+        )),
+        None => Ok(()),
+    }
 }
 
 /// The model of a rank that gets the values of the first one: parameters that are not initialised

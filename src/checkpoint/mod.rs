@@ -81,8 +81,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::error::{Error, Result};
 use crate::load_difference::listed;
 pub use crate::load_difference::{Difference, DifferenceKind};
-use crate::parameters;
-use crate::update::{OF_INIT, ONLY_RANK};
+use crate::parameters::{self, ensure_whole};
+use crate::update::OF_INIT;
 
 #[cfg(feature = "train")]
 pub(crate) use model::stored_otherwise;
@@ -415,19 +415,6 @@ fn is_of_init(optim: &ModuleOptimizer) -> bool {
     let question = OptimizerRecord::from_bytes(question).expect("the record is valid");
     let answer = Archive::from_record(optim.clone().load_record(question).to_record());
     answer.scalars().keys().any(|name| name.ends_with(OF_INIT))
-}
-
-/// Fails for a model that is divided among ranks.
-pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
-    match parameters::of(model).into_iter().find(|found| found.placement.is_owned()) {
-        Some(found) => Err(Error::parameter(
-            &found.path,
-            ONLY_RANK,
-            "it is divided among ranks, and the optimizer is for one device",
-            "save and load with `DistModuleOptimizer`, or the model of `Layout::unshard`",
-        )),
-        None => Ok(()),
-    }
 }
 
 /// A file of a checkpoint that has begun, without tensors so far.

@@ -13,6 +13,7 @@ use super::config::{DistMuonConfig, Gradients};
 use crate::comm::{Communicator, DEADLINE, Threads, World, digest, message, unite};
 use crate::error::{Error, Result};
 use crate::muon::{Muon, MuonConfig, MuonState};
+use crate::parameters::ensure_on_one_device;
 use crate::update::{Resumable, SkippedSteps};
 
 /// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, the only rank that
@@ -174,6 +175,7 @@ impl DistMuon {
     ///
     /// As [`MuonConfig::try_init`].
     pub fn init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
+        ensure_on_one_device(model)?;
         let routing = self.config.route(model)?;
         routing.init_with(|rule| Self { rule, ..self.clone() })
     }

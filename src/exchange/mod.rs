@@ -55,8 +55,8 @@ use std::str::FromStr;
 
 use burn::module::Module;
 
-use crate::checkpoint::ensure_whole;
 use crate::error::{Error, Result};
+use crate::parameters::ensure_whole;
 use forms::Form;
 
 /// Prefix of the names of states in a file.

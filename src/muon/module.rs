@@ -80,8 +80,10 @@ impl MuonConfig {
     ///
     /// As [`route`](Self::route), and [`Error::Shared`](crate::Error::Shared) for a trained
     /// parameter of which a frozen clone comes first in the model: Burn gives the gradient to the
-    /// clone.
+    /// clone. [`Error::Parameter`] for a model of a [`Layout`](crate::distributed::Layout) that
+    /// divides parameters, or reduces gradients in passes.
     pub fn try_init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
+        parameters::ensure_on_one_device(model)?;
         self.route(model)?.init_with(|muon| muon)
     }
 

@@ -83,8 +83,10 @@ impl<'a> Factors<'a> {
     /// # Errors
     ///
     /// [`Error::QkClip`] if a parameter of a projection is missing, or has another shape than in
-    /// the model that the clip was made for.
+    /// the model that the clip was made for, as in slices; [`Error::Parameter`] for a model that
+    /// is divided among ranks.
     pub fn apply<M: Module>(&self, model: M) -> Result<M> {
+        parameters::ensure_whole(&model)?;
         let mut scale = Scale { factors: self, scaled: 0, error: None };
         let model = parameters::map(model, &mut scale);
         let Scale { scaled, error, .. } = scale;

@@ -15,13 +15,14 @@ use distmuon_testing::models::{Fixed, bits};
 use distmuon_testing::watched::{Event, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
-use crate::owned::{assert_equal, config, train_replicated};
+use crate::owned::{self, assert_equal, config, train_replicated};
 use crate::{ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![parameters_that_arrive_at_first_use_have_the_same_bits];
 
 pub const IN_PROCESS: &[Case] = cases![
     a_step_returns_before_its_parameters_have_arrived,
+    a_step_returns_before_parts_with_replicas_have_arrived,
     parameters_arrive_in_the_order_of_the_model,
     parameters_on_their_way_keep_their_mappers,
     steps_do_not_wrap_mappers_again,
@@ -112,6 +113,33 @@ fn a_step_returns_before_its_parameters_have_arrived() {
         Ok(())
     });
     run.unwrap();
+}
+
+fn a_step_returns_before_parts_with_replicas_have_arrived() {
+    let waits = |publish: Publish| {
+        let run = ranks_here(4, |world| {
+            let gathers = Arc::new(AtomicUsize::new(0));
+            let counted = gathers.clone();
+            let world = watched(&owned::with_checkpoints(&world), move |event: Event| {
+                let is_wait = event.waits && event.collective == "all_gather";
+                counted.fetch_add(usize::from(is_wait), SeqCst);
+                Ok(())
+            });
+            let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+            let layout = Layout::new(&mesh).owned("gpu").with_small_elements(1);
+            let pair = layout.shard(Pair::new(world.device()))?;
+            let mut optim = pair_config().with_publish(publish).init_on(&layout, &pair)?;
+            let gradients = layout.backward(&pair.loss(), &pair)?;
+            gathers.store(0, SeqCst);
+            let pair = optim.step(0.1, pair, gradients)?;
+            let in_step = gathers.load(SeqCst);
+            layout.backward(&pair.loss(), &pair)?;
+            Ok([in_step > 0, gathers.load(SeqCst) > in_step])
+        });
+        run.unwrap()
+    };
+    assert_eq!(waits(Publish::Now), [[true, true]; 4]);
+    assert_eq!(waits(Publish::AtFirstUse), [[false, true]; 4]);
 }
 
 /// A table, which is updated last, and layers, of which the larger one is updated first.

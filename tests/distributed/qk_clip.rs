@@ -6,7 +6,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, FloatDType, Tensor, bf16};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Gradients};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place};
 use distmuon::{
     LatentHead, MaxLogits, MuonConfig, QkClip, QkClipConfig, QkClipRule, Result, RoutingRule,
 };
@@ -21,6 +21,7 @@ pub const EVERYWHERE: &[Case] = cases![
     heads_are_those_that_are_clipped_after_the_step,
     heads_of_slices_are_clipped_as_those_of_whole_projections,
     clipped_heads_keep_the_digits_of_master_weights,
+    projections_that_are_divided_are_not_clipped_after_the_step,
 ];
 
 /// The maxima of two heads of every attention, the first of which is above the threshold.
@@ -210,6 +211,27 @@ fn clipped_heads_keep_the_digits_of_master_weights() {
     for count in [1, 2, 4].into_iter().filter(worlds::has) {
         for weights in on_ranks(count, DType::BF16, &muon) {
             assert_same(&weights, &rounded, format_args!("{count} ranks"));
+        }
+    }
+}
+
+fn projections_that_are_divided_are_not_clipped_after_the_step() {
+    type Lay = fn(&World) -> Result<Layout>;
+    let slices: Lay = |world| {
+        let mesh = Mesh::new(world, [Axis::model("tp", 2)])?;
+        Ok(Layout::new(&mesh).with_place(Place::shard(r"multi_head\..*\.weight", "tp", 1)))
+    };
+    let owned: Lay = |world| Ok(Layout::from(world).owned("dp").with_small_elements(1));
+    for (lay, words) in [(slices, "its shape has changed"), (owned, "it is divided among ranks")] {
+        let errors = ranks(2, |world| {
+            let net = Net::new(DType::F32, world.device());
+            let clip = net.clip()?;
+            let net = lay(&world)?.shard(net)?;
+            let error = clip.apply(net, &logits(0, 1)).map(|_| ()).expect_err("it is divided");
+            Ok(error.to_string())
+        });
+        for error in errors.unwrap() {
+            assert!(error.contains(words) && error.contains("`multi_head."), "{error}");
         }
     }
 }

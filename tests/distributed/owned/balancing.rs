@@ -12,8 +12,9 @@ use distmuon::comm::World;
 use distmuon::distributed::plan::{Balancing, Costs, Plan};
 use distmuon::distributed::{Axis, CostSource, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
+use distmuon_testing::excused;
 use distmuon_testing::models::{Layers, weights};
-use distmuon_testing::worlds::Folder;
+use distmuon_testing::worlds::{self, Folder};
 
 use super::{Net, advance, config, with_checkpoints};
 use crate::{ranks, ranks_here};
@@ -96,6 +97,24 @@ pub fn every_balancing_of_divided_parameters_trains_as_one_rank() {
             }
         }
     }
+}
+
+/// Otherwise a seed would give other initial values than on one device.
+pub fn measuring_draws_no_random_numbers() {
+    if worlds::name() != "mpi" {
+        return excused("threads of one process, which have one sequence of random numbers");
+    }
+    let [counted, measured] = [CostSource::Operations, CostSource::Measured].map(|costs| {
+        let config = mixture_config().with_costs(costs);
+        let weights = ranks(2, |world| {
+            let owned = Layout::from(&world).owned("dp");
+            world.device().seed(11);
+            let (model, optim) = config.start(owned, mixture(world.device()))?;
+            Ok(weights(&optim.layout().unshard(&model)?))
+        });
+        weights.unwrap()
+    });
+    assert!(counted == measured);
 }
 
 /// Squares, and layers of as many elements whose iteration costs a fourth of theirs or less.

@@ -116,7 +116,8 @@ pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
     }
 }
 
-/// Two small layers, a large one and two small ones; a message has room for two small ones, and not for the large one.
+/// Two small layers, a large one and two small ones. A message has room for two small ones, and not
+/// for the large one.
 pub fn a_parameter_of_more_than_half_of_the_limit_is_sent_alone() {
     const SMALL: usize = 16;
     let calls = ranks_here(2, |world| {

@@ -47,6 +47,7 @@ pub const EVERYWHERE: &[Case] = cases![
     adapters_of_a_divided_base_train_as_on_one_rank,
     checkpoints_with_a_divided_base_continue_on_other_ranks,
     every_balancing_of_divided_parameters_trains_as_one_rank,
+    measuring_draws_no_random_numbers,
     parameters_in_rows_train_as_replicated_ones,
     every_part_of_the_update_is_exact_for_rows,
 ];
@@ -62,7 +63,7 @@ use balancing::{
     a_table_of_owners_that_are_chosen_together_waits_for_the_division,
     every_balancing_of_divided_parameters_trains_as_one_rank,
     experts_in_slices_have_owners_among_the_ranks_that_hold_them,
-    loads_of_a_mixture_of_widths_are_balanced_by_their_costs,
+    loads_of_a_mixture_of_widths_are_balanced_by_their_costs, measuring_draws_no_random_numbers,
     neighbouring_matrices_have_owners_in_node_order,
     owners_of_a_divided_model_are_those_of_its_balancing,
 };

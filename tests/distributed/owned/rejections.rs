@@ -144,6 +144,18 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
         DistMuonConfig::new().init(world, &net)
     });
     assert_says(&without_layout, &["`layers.0.weight`", "not by this layout"]);
+    // Otherwise a matrix would be updated as the vector of this rank's part of it.
+    let of_one_device = errors(|world| {
+        let net = layout(world).shard(layers(world.device()))?;
+        MuonConfig::new().try_init(&net)
+    });
+    assert_says(&of_one_device, &["`layers.0.weight`", "on one device", "`Layout::unshard`"]);
+    let of_single_parameters = errors(|world| {
+        let layout = Layout::from(world).overlap_backward();
+        let net = layout.shard(layers(world.device()))?;
+        DistMuonConfig::new().with_gradients(Gradients::Averaged).per_parameter(world)?.init(&net)
+    });
+    assert_says(&of_single_parameters, &["`layers.0.weight`", "passes reduce its gradient"]);
     let other_routing = errors(|world| {
         let layout = layout(world);
         let net = layout.shard(layers(world.device()))?;
