@@ -12,6 +12,7 @@ use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Layout, Mesh, Place, Publish};
 use distmuon::{DistModuleOptimizer, Error, Result};
 use distmuon_testing::models::{Fixed, Layers, bits, gradients};
+use distmuon_testing::precision::Rounded;
 use distmuon_testing::watched::{watched, with_counted_values};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
@@ -76,7 +77,7 @@ impl ModuleMapper for Flip {
             let last = values.last_mut().expect("the parameter has elements");
             *last = f32::from_bits(last.to_bits() ^ self.bits);
             let data = TensorData::new(values, old.shape());
-            Tensor::from_data(data, (&old.device(), DType::F32)).require_grad()
+            Tensor::from_data(data, (&old.device(), old.dtype())).require_grad()
         })
     }
 }
@@ -206,14 +207,16 @@ fn frozen_parameters_and_running_statistics_are_not_compared() {
         let net = Normalized {
             trained: linear(),
             frozen: linear().no_grad(),
-            norm: BatchNormConfig::new(8).init(device),
+            norm: BatchNormConfig::new(8).init(device).map(&mut Rounded(DType::F32)),
         };
         let mut net = world.broadcast(net)?;
         let mut optim = DistMuonConfig::new().with_check_every(1).init(&world, &net)?;
-        let own = u32::from(world.rank() == 1);
+        // A bit that every type has.
+        let own = u32::from(world.rank() == 1) << 20;
         net.frozen = Flip::of(net.frozen, "weight", false, own).no_grad();
         for step in 0..3 {
-            let x = Tensor::<2>::ones([4, 8], device) * (1 + world.rank() + step) as f64;
+            let x = Tensor::<2>::ones([4, 8], (device, DType::F32));
+            let x = x * (1 + world.rank() + step) as f64;
             let x = Tensor::cat(vec![x.clone(), x * -0.5], 0);
             let x = net.norm.forward(net.frozen.forward(net.trained.forward(x)));
             let gradients = GradientsParams::from_grads(x.square().mean().backward(), &net);

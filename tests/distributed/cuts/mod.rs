@@ -718,15 +718,27 @@ fn cut_layers() -> Cutting {
 
 /// The bytes that a step of cut layers of a type sends by each collective, on each of four ranks.
 fn sent_by_a_step(config: DistMuonConfig, dtype: DType) -> Vec<BTreeMap<&'static str, usize>> {
+    sent_by_an_observed_step(config, dtype, false)
+}
+
+/// The same for a step with diagnostics, or without.
+fn sent_by_an_observed_step(
+    config: DistMuonConfig,
+    dtype: DType,
+    is_observed: bool,
+) -> Vec<BTreeMap<&'static str, usize>> {
     let case = cut_layers();
     let sent = ranks_here(4, |world| {
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
-        let layout = case.layout(&world)?;
+        let layout = case.layout(&world)?.with_muon(config.muon.clone());
         let model = Layers::square(16, 32, world.device()).map(&mut Fixed::new(5));
         let model = layout.shard(model.map(&mut Rounded(dtype)))?;
         let mut optim = config.init_on(&layout, &model)?;
         let gradients = gradients(&model, 0);
+        if is_observed {
+            optim.request_diagnostics();
+        }
         traffic.lock().unwrap().clear();
         optim.step(0.01, model, gradients)?;
         Ok(std::mem::take(&mut *traffic.lock().unwrap()))
@@ -764,6 +776,13 @@ fn a_step_assembles_and_distributes_every_matrix_once() {
         for sent in sent_by_a_step(config.clone().with_muon(muon.clone()), DType::F32) {
             assert_eq!(sent["all_to_all"], 3 * part, "{muon:?}: {sent:?}");
         }
+    }
+    for sent in sent_by_an_observed_step(config.clone(), DType::F32, true) {
+        assert_eq!(sent["all_to_all"], 3 * part, "diagnostics: {sent:?}");
+    }
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(""));
+    for sent in sent_by_a_step(config.clone().with_muon(adamw), DType::F32) {
+        assert_eq!(sent["all_to_all"], 3 * part, "AdamW: {sent:?}");
     }
 }
 

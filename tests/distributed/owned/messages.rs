@@ -122,8 +122,9 @@ pub fn a_parameter_of_more_than_half_of_the_limit_is_sent_alone() {
     const SMALL: usize = 16;
     let calls = ranks_here(2, |world| {
         let (world, calls) = with_counted_calls(&with_checkpoints(&world));
+        let element = Tensor::<1>::empty([1], world.device()).dtype().size();
         // With some bytes more, since megabytes round.
-        let limit = (5 * SMALL * SMALL * 4 + 64) as f64 / 1e6;
+        let limit = (5 * SMALL * SMALL * element + 64) as f64 / 1e6;
         let layout = Layout::from(&world).owned("dp").with_small_elements(1);
         let layout = layout.with_keep(Keep::Weights).with_ahead_mb(limit).with_in_flight_mb(limit);
         let layer = |inputs: usize, outputs: usize| {

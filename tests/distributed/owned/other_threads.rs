@@ -167,3 +167,33 @@ pub fn a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected() {
         assert!(error.to_string().contains("two threads of a rank"), "{error}");
     }
 }
+
+pub fn a_whole_copy_may_be_used_by_another_thread_while_a_pass_waits() {
+    let is_evaluated = AtomicBool::new(false);
+    let run = ranks_here(2, |world| {
+        let layout = layout(&world);
+        let net = layout.shard(Net::new(world.device()))?;
+        let whole = layout.unshard(&net)?;
+        let expected = whole.evaluated(&world, 0);
+        let loss = || net.loss(tokens(world.rank(), 0, world.device()));
+        let loss = match world.rank() {
+            0 => std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    assert!(whole.evaluated(&world, 0) == expected);
+                    is_evaluated.store(true, SeqCst);
+                });
+                loss()
+            }),
+            _ => {
+                // The pass of rank 0 waits for this rank.
+                let start = Instant::now();
+                while !is_evaluated.load(SeqCst) && start.elapsed() < PATIENCE {
+                    std::thread::yield_now();
+                }
+                loss()
+            }
+        };
+        layout.backward(&loss, &net).map(|_| is_evaluated.load(SeqCst))
+    });
+    assert_eq!(run.unwrap(), [true; 2]);
+}
