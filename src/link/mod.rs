@@ -88,7 +88,7 @@ impl Link {
     ///
     /// A view of the output, such as its transpose, is kept on a device without
     /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing), and the output
-    /// with it. `Linear` on three dimensions makes one. An embedding always keeps its table.
+    /// with it. Burn's `Linear` makes none. An embedding always keeps its table.
     ///
     /// ```
     /// use burn::tensor::{Device, Tensor};

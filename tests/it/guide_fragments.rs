@@ -213,7 +213,7 @@ let tokens = RowEmbedding::new(EmbeddingConfig::new(65_536, 1280).init(device), 
         let counts = vec![maxima.dims()[0]; tp.size()];
         logits.report("blocks.0.attention", tp.all_gather(maxima, &counts)?.wait()?); // all heads
 
-        // In the training loop. `QkClip::apply` does not work with slices.
+        // In the training loop. `QkClip::apply` is an error for divided projections.
         optim.clip_heads(&clip.factors_on(&world, &logits)?);
         model = optim.step(lr, model, grads)?;
         Ok(model)

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use burn::tensor::Device;
 use distmuon::Error;
-use distmuon::comm::{Launch, World};
+use distmuon::comm::World;
 use distmuon_testing::skip;
 
 #[allow(dead_code)] // The engines need no order of work.
@@ -21,14 +21,6 @@ pub fn threads_with_a_gpu_each_are_over_nccl() {
         World::threads(devices, engine).expect("the ranks agree")
     };
     let check = || {
-        // In turn.
-        let gpu = |index| Device::cuda(index).autodiff();
-        assert_eq!(World::devices(3), [gpu(0), gpu(1), gpu(0)]);
-        let of = |local_rank: usize| {
-            let (address, secret) = (None, String::new());
-            Launch { rank: local_rank, world_size: 4, local_rank, address, secret }.device()
-        };
-        assert_eq!([0, 1, 2, 3].map(of), [gpu(0), gpu(1), gpu(0), gpu(1)]);
         assert_eq!(engines([0, 1]), ["nccl"; 2]);
         // NCCL refuses two ranks on one GPU.
         assert_eq!(engines([0, 0]), ["threads"; 2]);

@@ -44,8 +44,8 @@ pub enum Keep {
     ///
     /// The model has to be on a device with
     /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing). Without it, Burn
-    /// keeps weights of which a layer makes a view, as `Linear` does for inputs of three
-    /// dimensions.
+    /// keeps weights of which a layer makes a view, as an output head does that is the transpose
+    /// of an embedding.
     Nothing,
     /// All: two thirds of the messages, and the memory of the whole model from the forward to the
     /// backward pass.

@@ -368,7 +368,7 @@ pub fn passes_that_are_not_trained_are_warned_of() {
 
 pub fn a_device_without_gradient_checkpointing_is_warned_of() {
     logs::collect();
-    let warnings = || logs::with(&["WARN", "weights of `Linear` layers on three dimensions"]).len();
+    let warnings = || logs::with(&["WARN", "weights of which a layer makes a view"]).len();
     let before = warnings();
     let run = ranks_here(1, |world| {
         let layout = Layout::from(&world).owned("dp").with_small_elements(1);
