@@ -189,8 +189,8 @@ impl Layout {
         let gathers = division.found.iter().any(|found| found.placement.is_owned());
         if gathers && self.keep() == Keep::Nothing && keeps == Some(Default::default()) {
             log::warn!(
-                "weights of which a layer makes a view, as of a tied embedding, stay in memory until \
-                 the backward pass: make the model on \
+                "weights of which a layer makes a view, as of a tied embedding, stay in memory \
+                 until the backward pass: make the model on \
                  `device.autodiff().gradient_checkpointing()`, or set \
                  `Layout::with_keep(Keep::Weights)`"
             );
