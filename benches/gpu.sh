@@ -174,7 +174,7 @@ tests() { { xargs -n 1 <<<"${TESTS:-}" | grep "^$1" || echo "$1"; } | xargs; }
 steps() {
   local small='' shape=32x48 groups='large,batched,small' dtypes=bf16,f16 optimizers=adamw,muon,dist-muon
   local training='--preset gpt2 --steps 20 --batch 4' train='train_lm --data src --sample 0 --eval-every 0'
-  local name native plain=on peers=benches/peers
+  local name native plain=on peers=benches/peers half="then $train --dtype bf16 --optimizer dist-muon"
   [ -z "$packed" ] || peers=peers
   # Where there are native kernels for the device, a refusal fails.
   native=${DISTMUON_NATIVE:-$(is_hopper && echo must || echo on)}
@@ -183,7 +183,7 @@ steps() {
     # Larger than what a single cube computes, so that the native kernels also run.
     [ "$device" != cuda ] || shape=128x136
     small="--shapes $shape --repeats 1" groups=small dtypes=bf16
-    optimizers=muon,dist-muon training='--steps 2 --batch 2'
+    optimizers=muon,dist-muon training='--steps 2 --batch 2' half=
   }
   [ "$device" != cuda ] || echo "native alone $plain python3 -u $peers/native_probe.py facts check order"
   for name in product gram fused mirror; do
@@ -204,7 +204,7 @@ steps() {
   echo "nccl alone $native gpu_suite nccl --exact --nocapture"
   echo "iterations alone $native gpu iterations --group $groups --dtype $dtypes $small"
   echo "step_times alone $native gpu steps $small"
-  echo "training alone $native gpu $train --compare $optimizers $training"
+  echo "training alone $native gpu $train --compare $optimizers $training${half:+ $half $training}"
   echo "launch_times alone $plain gpu launches"
   echo "peers_bfloat16 alone $plain python3 -u $peers/torch_gpu.py --dtype bfloat16"
   echo "native_products alone $native gpu native --group $groups --dtype $dtypes $small"

@@ -7,11 +7,12 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Device, Int, Tensor};
 use distmuon::{Error, IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, RoutingRule};
 
 use crate::common::Matrices;
 use crate::driver::StandIn;
+use crate::train_lm::model::{Gpt, GptConfig};
 
 /// Steps before those that count. The first ones compile kernels and allocate.
 const WARM_UP: usize = 4;
@@ -29,10 +30,15 @@ struct Model {
     /// Launches of Muon and of AdamW, for the whole model. A batch or a bucket has a number of its
     /// own, whatever the number of its matrices.
     most_launches: [usize; 2],
+    /// The same a parameter at a time.
+    most_one_by_one: [usize; 2],
 }
 
-/// Runs all models. Fails if a step of a whole model launches more kernels than its limit, or asks
-/// for memory.
+/// Waits of a step of a whole model: the bench flushes the device once.
+const MOST_WAITS: usize = 1;
+
+/// Runs all models. Fails if a step launches more kernels than its limit, or asks for memory, or if
+/// one of a whole model waits.
 pub fn run(device: &Device) -> anyhow::Result<()> {
     let stand_in = StandIn::loaded();
     println!("\n## The host's part of a step, on a driver whose kernels do nothing\n");
@@ -42,14 +48,25 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
     );
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
-        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [110, 40] },
-        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [100, 60] },
+        Model {
+            name: "GPT-2 small",
+            shapes: layer.repeat(12),
+            most_launches: [110, 40],
+            most_one_by_one: [600, 380],
+        },
+        Model {
+            name: "1,200 of 16 x 16",
+            shapes: vec![[16, 16]; 1200],
+            most_launches: [100, 60],
+            most_one_by_one: [usize::MAX; 2],
+        },
     ];
     verify_native_kernels(device)?;
     let mut problems = vec![];
     for model in &models {
         model.run(device, &stand_in, &mut problems)?;
     }
+    train(device, &stand_in)?;
     ensure!(problems.is_empty(), "{}", problems.join("; "));
     Ok(())
 }
@@ -71,30 +88,41 @@ impl Model {
         let (float32, recorded) = (float32(false), float32(true));
         let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
         for (name, config, most) in [
-            ("Muon", &muon, Some(self.most_launches[0])),
+            ("Muon", &muon, Some(0)),
             ("Muon, float32", &float32, None),
             ("Muon, float32, recorded", &recorded, None),
-            ("AdamW", &adamw, Some(self.most_launches[1])),
+            ("AdamW", &adamw, Some(1)),
         ] {
+            let most = |launches: [usize; 2]| most.map_or(usize::MAX, |index| launches[index]);
             let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
                 let mut optim = config.init_batched(model)?;
                 Ok(move |model, grads| optim.step(1e-3, model, grads))
             })?;
-            let Counts { launches, allocations, .. } = counts;
-            if let Some(most) = most.filter(|most| launches > *most) {
-                problems.push(format!("{}, {name}: {launches} launches of {most}", self.name));
-            }
-            if allocations > 0 {
-                problems.push(format!("{}, {name}: {allocations} allocations", self.name));
+            self.check(name, &counts, most(self.most_launches), problems);
+            if counts.waits > MOST_WAITS {
+                problems.push(format!("{}, {name}: {} waits", self.name, counts.waits));
             }
             if self.shapes.len() <= MOST_ONE_BY_ONE {
-                self.row(&format!("{name}, a parameter at a time"), device, stand_in, |model| {
+                let one_by_one = format!("{name}, a parameter at a time");
+                let counts = self.row(&one_by_one, device, stand_in, |model| {
                     let mut optim = config.init(model);
                     Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
                 })?;
+                self.check(&one_by_one, &counts, most(self.most_one_by_one), problems);
             }
         }
         Ok(())
+    }
+
+    /// Adds what a step has asked too much of the driver.
+    fn check(&self, name: &str, counts: &Counts, most: usize, problems: &mut Vec<String>) {
+        let &Counts { launches, allocations, .. } = counts;
+        if launches > most {
+            problems.push(format!("{}, {name}: {launches} launches of {most}", self.name));
+        }
+        if allocations > 0 {
+            problems.push(format!("{}, {name}: {allocations} allocations", self.name));
+        }
     }
 
     /// Prints a row of the table for the optimizer that `init` makes.
@@ -110,35 +138,73 @@ impl Model {
     {
         let device = device.clone().autodiff();
         let gradients = Matrices::new(&self.shapes, &device);
-        let mut model = Matrices::new(&self.shapes, &device);
+        let model = Matrices::new(&self.shapes, &device);
         let mut step = made(|| init(&model))?;
-        stand_in.idle(true);
-        let mut run = |mut model: Matrices, steps: usize| -> anyhow::Result<Matrices> {
-            for _ in 0..steps {
-                let grads = model.gradients_from(&gradients);
-                model = step(model, grads)?;
-                device.flush()?;
-            }
-            device.sync()?;
-            Ok(model)
-        };
-        model = run(model, WARM_UP)?;
-        let (before, threads, start) = (Counts::now(stand_in), threads()?, Instant::now());
-        model = run(model, STEPS)?;
-        let (ms, counts) = (start.elapsed().as_secs_f64() * 1e3, Counts::now(stand_in));
-        let threads = difference(&threads, &self::threads()?);
-        drop(model);
-        stand_in.idle(false);
-        // The end of the measurement waits as well.
-        let counts = counts.per_step(&before);
-        let Counts { launches, allocations, waits } = counts;
-        println!(
-            "| {} | {name} | {:.2} | {threads} | {launches} | {allocations} | {waits} |",
-            self.name,
-            ms / STEPS as f64
-        );
-        Ok(counts)
+        row((self.name, name), &device, stand_in, model, |model| {
+            let grads = model.gradients_from(&gradients);
+            Ok(step(model, grads)?)
+        })
     }
+}
+
+/// Takes steps, and prints a row of the table.
+fn row<M>(
+    (model_name, name): (&str, &str),
+    device: &Device,
+    stand_in: &StandIn,
+    mut model: M,
+    mut step: impl FnMut(M) -> anyhow::Result<M>,
+) -> anyhow::Result<Counts> {
+    stand_in.idle(true);
+    let mut run = |mut model: M, steps: usize| -> anyhow::Result<M> {
+        for _ in 0..steps {
+            model = step(model)?;
+            device.flush()?;
+        }
+        device.sync()?;
+        Ok(model)
+    };
+    model = run(model, WARM_UP)?;
+    let (before, threads, start) = (Counts::now(stand_in), threads()?, Instant::now());
+    model = run(model, STEPS)?;
+    let (ms, counts) = (start.elapsed().as_secs_f64() * 1e3, Counts::now(stand_in));
+    let threads = difference(&threads, &self::threads()?);
+    drop(model);
+    stand_in.idle(false);
+    // The end of the measurement waits as well.
+    let counts = counts.per_step(&before);
+    let Counts { launches, allocations, waits } = counts;
+    println!(
+        "| {model_name} | {name} | {:.2} | {threads} | {launches} | {allocations} | {waits} |",
+        ms / STEPS as f64
+    );
+    Ok(counts)
+}
+
+/// The model of `train_lm --preset gpt2`, with one text of its 1024 tokens: its passes alone, and
+/// with a step. More texts do not change what the host does.
+fn train(device: &Device, stand_in: &StandIn) -> anyhow::Result<()> {
+    let device = device.clone().autodiff();
+    for (name, dtype) in [("float32", DType::F32), ("bfloat16", DType::BF16)] {
+        let config = GptConfig::new(12, 12, 768, 1024, 256);
+        let model = config.init(&device).cast(dtype);
+        let name = format!("`train_lm`, {name}");
+        let tokens = Tensor::<2, Int>::zeros([1, config.context], &device);
+        let gradients = |model: &Gpt| {
+            let loss = model.loss(tokens.clone(), tokens.clone(), None);
+            GradientsParams::from_grads(loss.backward(), model)
+        };
+        row((&name, "passes"), &device, stand_in, model.clone(), |model| {
+            drop(gradients(&model));
+            Ok(model)
+        })?;
+        let mut optim = made(|| MuonConfig::new().init_batched(&model))?;
+        row((&name, "passes and a step of Muon"), &device, stand_in, model, |model| {
+            let grads = gradients(&model);
+            Ok(optim.step(1e-3, model, grads)?)
+        })?;
+    }
+    Ok(())
 }
 
 /// Fails unless the native kernels pass their self tests, while the stand-in computes what they do.

@@ -10,10 +10,11 @@ use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
+use distmuon::checkpoint::Saver;
 #[cfg(feature = "cuda")]
 use distmuon::comm::{Launch, Nccl};
 use distmuon::comm::{Pending, ReduceOp, World};
-use distmuon::distributed::DistMuonConfig;
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
 use distmuon::{Error, Result};
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
@@ -543,9 +544,30 @@ fn delays_at_any_call_do_not_change_results() {
     }
 }
 
+/// A way to save a run and its progress.
+type Save = fn(&DistModuleOptimizer, &Path, &Net, usize) -> Result<()>;
+
 fn a_rank_that_dies_during_a_save_leaves_a_complete_checkpoint() {
+    let at_once: Save = |optim, path, net, progress| optim.save(path, net, &progress);
+    let in_background: Save = |optim, path, net, progress| {
+        let mut saver = Saver::new();
+        saver.save(path, net, optim, &progress)?;
+        saver.wait()
+    };
+    let in_parts: Save = |optim, path, net, progress| {
+        let mut saver = Saver::new().with_parts().with_patience(Duration::from_secs(1));
+        saver.save(path, net, optim, &progress)?;
+        saver.wait()
+    };
+    for (name, save) in [("file", at_once), ("background", in_background), ("parts", in_parts)] {
+        a_rank_that_dies_during_a_save(name, save);
+    }
+}
+
+/// Lets a rank fail at each event of a save, one after the other.
+fn a_rank_that_dies_during_a_save(name: &str, save: Save) {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run.ckpt");
+    let path = folder.path().join(format!("run.{name}"));
     let save = |path: &Path, progress: usize, fatal: Option<usize>| {
         let events = Arc::new(AtomicUsize::new(0));
         let saved = ranks(2, |world| {
@@ -565,17 +587,17 @@ fn a_rank_that_dies_during_a_save_leaves_a_complete_checkpoint() {
             });
             let optim = config(false).init(&watched, &net)?;
             counting.store(1, Ordering::SeqCst);
-            optim.save(path, &net, &progress)
+            save(&optim, path, &net, progress)
         });
         (saved, events.load(Ordering::SeqCst))
     };
     let (saved, events) = save(&path, 0, None);
     saved.unwrap();
-    assert!(events > 3, "{events}");
+    assert!(events > 2, "{name}: {events}");
     let mut last = 0;
     for fatal in 0..events {
         let (saved, _) = save(&path, fatal + 1, Some(fatal));
-        assert_eq!(saved.unwrap_err(), Error::EmptyModel, "event {fatal}");
+        assert_eq!(saved.unwrap_err(), Error::EmptyModel, "{name}, event {fatal}");
         let loaded = ranks(3, |world| {
             let net = Net::new(world.device());
             let optim = config(false).init(&world, &net)?;
@@ -583,12 +605,20 @@ fn a_rank_that_dies_during_a_save_leaves_a_complete_checkpoint() {
             Ok((weights(&net), progress))
         });
         let (loaded, progress) = loaded.unwrap().swap_remove(0);
-        assert!(loaded == weights(&Net::new(&Device::default().autodiff())));
-        assert!(progress == last || progress == fatal + 1, "event {fatal}: {progress}");
+        assert!(loaded == weights(&Net::new(&Device::default().autodiff())), "{name}");
+        assert!(progress == last || progress == fatal + 1, "{name}, event {fatal}: {progress}");
         last = progress;
     }
-    let left = std::fs::read_dir(folder.path()).unwrap().count();
-    assert_eq!(left, 1, "no temporary file is left");
+    // The next save that succeeds leaves nothing of those that failed.
+    save(&path, events + 1, None).0.unwrap();
+    let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|one| one.unwrap()).collect();
+    assert_eq!(left.len(), 1, "{name}: no temporary file is left, {left:?}");
+    if path.is_dir() {
+        let mut parts: Vec<_> =
+            std::fs::read_dir(&path).unwrap().map(|one| one.unwrap().file_name()).collect();
+        parts.sort();
+        assert_eq!(parts.len(), 3, "an index and two parts: {parts:?}");
+    }
 }
 
 fn a_step_sends_the_minimum_number_of_bytes() {

@@ -13,7 +13,8 @@ mod display;
 mod estimate;
 mod experts;
 mod host_memory;
-mod model;
+// Also for a bench.
+pub(crate) mod model;
 mod optimizer;
 mod options;
 mod report;
