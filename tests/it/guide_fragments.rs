@@ -100,6 +100,20 @@ mod changed_lines {
     }
 }
 
+/// `docs/guide/ranks.md`.
+mod averaged {
+    use burn::nn::Linear;
+    use distmuon::distributed::Gradients;
+    use distmuon::{DistMuonConfig, Result, World};
+
+    #[rustfmt::skip]
+    fn averaged(world: World, model: Linear) -> Result<()> {
+        let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
+        let mut optim = config.per_parameter(&world)?.init(&model)?; // a `ModuleOptimizer`
+        Ok(())
+    }
+}
+
 /// `docs/guide/excluding.md`.
 mod rules {
     use distmuon::{FirstLinear, MuonConfig, RoutingRule};
