@@ -24,8 +24,9 @@ pub(crate) fn reshaped(
     Dispatch::reshape_all(TensorList(tensors), shapes).0
 }
 
-/// [`StepOps::update_momentum`] for a whole batch, on the path of the gradients. There is one
-/// gradient and one step for each parameter of the batch.
+/// [`StepOps::update_momentum`] for a whole batch, on the path of the momentum, whose type may have
+/// more digits than the gradients' type. There is one gradient and one step for each parameter of
+/// the batch.
 pub(crate) fn update_momentum(
     policy: KernelPolicy,
     grads: Vec<Tensor<1>>,
@@ -35,11 +36,16 @@ pub(crate) fn update_momentum(
     steps: &[MomentumStep],
     nesterov: bool,
 ) -> MomentumUpdate {
-    let path = ComputePath::choose(policy, &momentum.device(), grads[0].dtype().into());
+    let dtype = momentum.dtype();
+    let path = ComputePath::choose(policy, &momentum.device(), dtype.into());
+    let grads = match path {
+        // The kernel reads gradients in their type: no launch for each of them.
+        ComputePath::CubeCl { .. } => grads,
+        _ => grads.into_iter().map(|grad| grad.cast(dtype)).collect(),
+    };
     if path == ComputePath::Portable {
         return portable::update_momentum(grads, momentum, rejected, factor, steps, nesterov);
     }
-    let dtype = momentum.dtype();
     // Flex computes in float32: converted once for the batch, not in every call.
     let computed_in = if path == ComputePath::Flex { DType::F32 } else { dtype };
     let momentum = momentum.cast(computed_in);

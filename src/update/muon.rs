@@ -472,8 +472,7 @@ impl MuonUpdate {
             }
             false => Idle::none(),
         };
-        let precise = precise_dtype(batch.dtype);
-        let clipped = |gradient: Tensor<1>| clip(self.clipping.as_ref(), gradient).cast(precise);
+        let clipped = |gradient: Tensor<1>| clip(self.clipping.as_ref(), gradient);
         let gradients = gradients.into_iter().map(clipped).collect();
         let gradients = idle_matrices::divided(gradients, sections, m * n);
         let weights = sections.iter().map(|section| self.momentum.weights(section.time)).collect();
