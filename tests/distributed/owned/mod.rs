@@ -841,15 +841,24 @@ fn states_of_users_optimizers_are_saved_with_owned_parameters() {
     assert!(!loads_states() || expected == train(true));
 }
 
+/// A model that two steps have returned, and the one that the next step has made of it.
+fn older_and_newer(
+    world: &World,
+    publish: Publish,
+) -> Result<(Layout, [Net; 2], DistModuleOptimizer)> {
+    let world = with_checkpoints(world);
+    let layout = layout_by(&world, Some("gpu"))?;
+    let net = layout.shard(Net::new(world.device()))?;
+    let optim = config().with_publish(publish).init_on(&layout, &net)?;
+    let (older, optim) = advance(&layout, (net, optim), 0..2)?;
+    let (newer, optim) = advance(&layout, (older.clone(), optim), 2..3)?;
+    Ok((layout, [older, newer], optim))
+}
+
 fn an_older_model_can_be_trained_again() {
     let train = |publish: Publish| {
         let run = ranks_here(4, |world| {
-            let world = with_checkpoints(&world);
-            let layout = layout_by(&world, Some("gpu"))?;
-            let net = layout.shard(Net::new(world.device()))?;
-            let optim = config().with_publish(publish).init_on(&layout, &net)?;
-            let (older, optim) = advance(&layout, (net, optim), 0..2)?;
-            let (newer, optim) = advance(&layout, (older.clone(), optim), 2..3)?;
+            let (layout, [older, newer], optim) = older_and_newer(&world, publish)?;
             let (net, _) = advance(&layout, (older, optim), 3..5)?;
             drop(newer);
             Ok(weights(&layout.unshard(&net)?))
@@ -862,12 +871,7 @@ fn an_older_model_can_be_trained_again() {
 fn a_model_whose_values_have_made_room_for_later_ones_is_rejected() {
     let unshard_newer = |publish: Publish| {
         let run = ranks_here(4, |world| {
-            let world = with_checkpoints(&world);
-            let layout = layout_by(&world, Some("gpu"))?;
-            let net = layout.shard(Net::new(world.device()))?;
-            let optim = config().with_publish(publish).init_on(&layout, &net)?;
-            let (older, optim) = advance(&layout, (net, optim), 0..2)?;
-            let (newer, optim) = advance(&layout, (older.clone(), optim), 2..3)?;
+            let (layout, [older, newer], optim) = older_and_newer(&world, publish)?;
             let (_, optim) = advance(&layout, (older, optim), 3..4)?;
             // A failure ends the steps of other ranks.
             world.comm().barrier()?;

@@ -120,6 +120,14 @@ pub fn reports_do_not_wait_for_passes_that_wait_for_other_ranks() {
     }
 }
 
+/// Waits for another rank, for a while.
+fn wait_for(flag: &AtomicBool) {
+    let start = Instant::now();
+    while !flag.load(SeqCst) && start.elapsed() < PATIENCE {
+        std::thread::yield_now();
+    }
+}
+
 /// The order of two threads' calls would be left to chance, and be another on each rank.
 pub fn a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected() {
     if worlds::results_may_be_early() {
@@ -150,10 +158,7 @@ pub fn a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected() {
             }),
             _ => {
                 // The calls of rank 0 wait for this rank.
-                let start = Instant::now();
-                while !is_rejected.load(SeqCst) && start.elapsed() < PATIENCE {
-                    std::thread::yield_now();
-                }
+                wait_for(&is_rejected);
                 loss()
             }
         };
@@ -186,10 +191,7 @@ pub fn a_whole_copy_may_be_used_by_another_thread_while_a_pass_waits() {
             }),
             _ => {
                 // The pass of rank 0 waits for this rank.
-                let start = Instant::now();
-                while !is_evaluated.load(SeqCst) && start.elapsed() < PATIENCE {
-                    std::thread::yield_now();
-                }
+                wait_for(&is_evaluated);
                 loss()
             }
         };
