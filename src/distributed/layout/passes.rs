@@ -272,8 +272,12 @@ impl Passes {
         parameter: &Arc<PassParameter>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        let PassMode { is_reading, is_unused, .. } = self.state().mode;
-        let is_trained = whole.is_require_grad() && !is_reading;
+        if !whole.is_require_grad() {
+            // Without the lock: an evaluation in another thread does not wait for a pass.
+            return whole;
+        }
+        let PassMode { is_reading, is_unused, .. } = self.calling().mode;
+        let is_trained = !is_reading;
         if is_unused && is_trained {
             self.leave_out(parameter, &whole);
         }

@@ -85,7 +85,7 @@ use messages::{
 };
 use other_threads::{
     a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected,
-    a_whole_copy_may_be_used_by_another_thread_while_a_pass_waits,
+    a_whole_model_may_be_evaluated_by_another_thread_while_a_pass_waits,
     reports_do_not_wait_for_passes_that_wait_for_other_ranks,
 };
 use rejections::{
@@ -172,7 +172,7 @@ pub const IN_PROCESS: &[Case] = cases![
     rows_that_do_not_fit_are_rejected,
     reports_do_not_wait_for_passes_that_wait_for_other_ranks,
     a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected,
-    a_whole_copy_may_be_used_by_another_thread_while_a_pass_waits,
+    a_whole_model_may_be_evaluated_by_another_thread_while_a_pass_waits,
     a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned,
 ];
 

@@ -173,29 +173,39 @@ pub fn a_divided_model_in_two_threads_of_a_rank_at_once_is_rejected() {
     }
 }
 
-pub fn a_whole_copy_may_be_used_by_another_thread_while_a_pass_waits() {
-    let is_evaluated = AtomicBool::new(false);
-    let run = ranks_here(2, |world| {
-        let layout = layout(&world);
-        let net = layout.shard(Net::new(world.device()))?;
-        let whole = layout.unshard(&net)?;
-        let expected = whole.evaluated(&world, 0);
-        let loss = || net.loss(tokens(world.rank(), 0, world.device()));
-        let loss = match world.rank() {
-            0 => std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    assert!(whole.evaluated(&world, 0) == expected);
-                    is_evaluated.store(true, SeqCst);
-                });
-                loss()
-            }),
-            _ => {
-                // The pass of rank 0 waits for this rank.
-                wait_for(&is_evaluated);
-                loss()
-            }
-        };
-        layout.backward(&loss, &net).map(|_| is_evaluated.load(SeqCst))
-    });
-    assert_eq!(run.unwrap(), [true; 2]);
+/// Models that another thread may evaluate while a pass waits: a copy from `unshard`, and one whose
+/// parameters every rank has.
+pub fn a_whole_model_may_be_evaluated_by_another_thread_while_a_pass_waits() {
+    for is_owned in [true, false] {
+        let is_evaluated = AtomicBool::new(false);
+        let run = ranks_here(2, |world| {
+            let layout = match is_owned {
+                true => layout(&world),
+                false => Layout::from(&world).overlap_backward().with_muon(config().muon),
+            };
+            let net = layout.shard(Net::new(world.device()))?;
+            let whole = if is_owned { layout.unshard(&net)? } else { net.clone() };
+            let expected = whole.evaluated(&world, 0);
+            let loss = || net.loss(tokens(world.rank(), 0, world.device()));
+            let gradients = match world.rank() {
+                0 => std::thread::scope(|scope| {
+                    let (world, is_evaluated) = (&world, &is_evaluated);
+                    let loss = (!is_owned).then(loss);
+                    scope.spawn(move || {
+                        assert!(whole.evaluated(world, 0) == expected);
+                        is_evaluated.store(true, SeqCst);
+                    });
+                    let loss = loss.unwrap_or_else(|| net.loss(tokens(0, 0, world.device())));
+                    layout.backward(&loss, &net)
+                }),
+                _ => {
+                    // The pass of rank 0 waits for this rank.
+                    wait_for(&is_evaluated);
+                    layout.backward(&loss(), &net)
+                }
+            };
+            gradients.map(|_| is_evaluated.load(SeqCst))
+        });
+        assert_eq!(run.unwrap(), [true; 2], "owned: {is_owned}");
+    }
 }
