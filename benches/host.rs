@@ -87,18 +87,17 @@ impl Model {
         };
         let (float32, recorded) = (float32(false), float32(true));
         let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
-        for (name, config, most) in [
-            ("Muon", &muon, Some(0)),
-            ("Muon, float32", &float32, None),
-            ("Muon, float32, recorded", &recorded, None),
-            ("AdamW", &adamw, Some(1)),
+        for (name, config, [most, most_one_by_one]) in [
+            ("Muon", &muon, [self.most_launches[0], self.most_one_by_one[0]]),
+            ("Muon, float32", &float32, [usize::MAX; 2]),
+            ("Muon, float32, recorded", &recorded, [usize::MAX; 2]),
+            ("AdamW", &adamw, [self.most_launches[1], self.most_one_by_one[1]]),
         ] {
-            let most = |launches: [usize; 2]| most.map_or(usize::MAX, |index| launches[index]);
             let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
                 let mut optim = config.init_batched(model)?;
                 Ok(move |model, grads| optim.step(1e-3, model, grads))
             })?;
-            self.check(name, &counts, most(self.most_launches), problems);
+            self.check(name, &counts, most, problems);
             if counts.waits > MOST_WAITS {
                 problems.push(format!("{}, {name}: {} waits", self.name, counts.waits));
             }
@@ -108,7 +107,7 @@ impl Model {
                     let mut optim = config.init(model);
                     Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
                 })?;
-                self.check(&one_by_one, &counts, most(self.most_one_by_one), problems);
+                self.check(&one_by_one, &counts, most_one_by_one, problems);
             }
         }
         Ok(())

@@ -253,25 +253,28 @@ fn undrawn_parameter<const D: usize>(param: &Param<Tensor<D>>) -> Param<Tensor<D
 
 /// Fails for a model that is divided among ranks, in a call that needs whole parameters.
 pub(crate) fn ensure_whole<M: Module>(model: &M) -> Result<()> {
-    ensure_none(model, Placement::is_owned, "it is divided among ranks")
+    ensure_none(model, Placement::is_owned)
 }
 
 /// Fails for a model of a layout whose passes reduce gradients, in a call for one device.
 pub(crate) fn ensure_on_one_device<M: Module>(model: &M) -> Result<()> {
-    ensure_whole(model)?;
-    ensure_none(model, Placement::reduces_in_backward, "a layout's passes reduce its gradient")
+    ensure_none(model, Placement::reduces_in_backward)
 }
 
-fn ensure_none<M: Module>(model: &M, is: fn(Placement) -> bool, reason: &str) -> Result<()> {
-    match lazily(model).into_iter().find(|found| is(found.placement)) {
-        Some(found) => Err(Error::parameter(
-            &found.path,
-            ONLY_RANK,
-            format!("{reason}, and the call is for whole parameters on one device"),
-            "use `DistModuleOptimizer`, or the model of `Layout::unshard`",
-        )),
-        None => Ok(()),
-    }
+fn ensure_none<M: Module>(model: &M, is: fn(Placement) -> bool) -> Result<()> {
+    let Some(found) = lazily(model).into_iter().find(|found| is(found.placement)) else {
+        return Ok(());
+    };
+    let reason = match found.placement.is_owned() {
+        true => "it is divided among ranks",
+        false => "a layout's passes reduce its gradient",
+    };
+    Err(Error::parameter(
+        &found.path,
+        ONLY_RANK,
+        format!("{reason}, and the call is for whole parameters on one device"),
+        "use `DistModuleOptimizer`, or the model of `Layout::unshard`",
+    ))
 }
 
 /// The model of a rank that gets the values of the first one: parameters that are not initialised

@@ -227,14 +227,14 @@ impl World {
     /// use distmuon::{Error, World};
     /// use std::time::Duration;
     ///
-    /// let limit = Duration::from_millis(100);
+    /// let limit = Duration::from_millis(500); // longer than a busy host delays a thread
     /// let run = World::threads_within(limit, World::devices(2), |world| {
     ///     if world.is_main() {
-    ///         std::thread::sleep(10 * limit); // rank 1 waits for it
+    ///         std::thread::sleep(3 * limit); // rank 1 waits for it
     ///     }
     ///     world.comm().barrier()
     /// });
-    /// assert!(matches!(run, Err(Error::PeerFailed { .. })));
+    /// assert!(matches!(run, Err(Error::PeerFailed { rank: 0, .. })));
     /// ```
     ///
     /// # Errors

@@ -277,20 +277,17 @@ impl Passes {
             return whole;
         }
         let PassMode { is_reading, is_unused, .. } = self.calling().mode;
-        let is_trained = !is_reading;
-        if is_unused && is_trained {
+        if is_reading {
+            // Without a backward pass, a count of the use would wait for a gradient for ever.
+            return whole;
+        }
+        if is_unused {
             self.leave_out(parameter, &whole);
+            return whole;
         }
-        // Without a backward pass, a count of the use would wait for a gradient for ever.
-        match is_trained && !is_unused {
-            true => {
-                // The value itself, by a link: the parameter's own gradient would stay on this
-                // rank.
-                let value = whole.clone().without_autodiff();
-                self.reducing(parameter, &whole).at(self.order.next(&whole)).attach(whole, value)
-            }
-            false => whole,
-        }
+        // The value itself, by a link: the parameter's own gradient would stay on this rank.
+        let value = whole.clone().without_autodiff();
+        self.reducing(parameter, &whole).at(self.order.next(&whole)).attach(whole, value)
     }
 
     /// Counts a use by other ranks.

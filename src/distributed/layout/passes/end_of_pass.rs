@@ -5,8 +5,7 @@ use std::sync::PoisonError;
 use super::reduce_gradients::{MeanGradient, mean_of};
 use super::state::{LeafUses, PassState, UsesOfRanks};
 use super::{Passes, SharingGroup};
-use crate::distributed::layout::identity::Identities;
-use crate::distributed::layout::identity::Version;
+use crate::distributed::layout::identity::{Identities, Version};
 use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
 
