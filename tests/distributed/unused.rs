@@ -320,10 +320,12 @@ fn a_rank_holds_one_parameter_that_it_leaves_out_until_the_backward_pass() {
 }
 
 /// Returns `true` if an error says that the ranks have made different calls. NCCL's test library
-/// may see it before the ranks compare them: in the calls, or in the bytes of a part.
+/// may see it before the ranks compare them: in the calls, or in the bytes of a part. It blames the
+/// other rank where that one has seen it first.
 fn is_of_different_calls(error: &str) -> bool {
-    let is_of_library = worlds::name() == "nccl" && error.contains("invalid usage");
-    error.contains("the ranks disagree") || is_of_library
+    let reasons = ["invalid usage", "remote process exited"];
+    let is_of_library = || reasons.iter().any(|reason| error.contains(reason));
+    error.contains("the ranks disagree") || (worlds::name() == "nccl" && is_of_library())
 }
 
 /// The same or an error, where ranks leave different layers out.

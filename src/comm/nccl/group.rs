@@ -155,7 +155,8 @@ impl RawCommunicator {
     /// Returns the time to wait for a cause other than NCCL's error. The time is longer if NCCL
     /// blames another rank, which should report its failure first.
     pub fn compare_timeout(&self) -> Duration {
-        if self.blames_another.load(Ordering::SeqCst) { 2 * COMPARE_AFTER } else { COMPARE_AFTER }
+        // The other rank waits for a cause itself, and may be busy.
+        if self.blames_another.load(Ordering::SeqCst) { 5 * COMPARE_AFTER } else { COMPARE_AFTER }
     }
 
     /// Aborts all calls in flight, and the communicator.
