@@ -10,8 +10,9 @@ use common::{Real, assert_mentions, client, download, excused, upload, values};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
-    AdamW, AdamWUpdate, Batch, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms, Rows,
-    StepControls, adamw, apply, normalize, norms, reject, update_momentum,
+    AdamW, AdamWTypes, AdamWUpdate, Batch, Joined, MomentumBuffers, MomentumInput, ParameterUpdate,
+    Published, RowNorms, Rows, StepControls, adamw, apply, normalize, norms, reject, restore,
+    update_momentum,
 };
 use distmuon_kernels::{Error, Matrices, add_identity};
 
@@ -197,9 +198,10 @@ fn check_muon<F: Real>(tolerance: f64) {
                 decay: decay(flag),
                 lr: lr(flag),
             };
-            let updates: Vec<_> = parameters.iter().cloned().enumerate().map(step).collect();
+            let mut updates: Vec<_> = parameters.iter().cloned().enumerate().map(step).collect();
             let dtypes = [dtype; 2];
-            apply(&client, &updates, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
+            let own = (&updates[..], Joined(false));
+            apply(&client, own, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
             let expected: Vec<f64> = (0..batch.len())
                 .map(|i| match is_updated(i) && !is_diverged(i) {
                     true => {
@@ -211,6 +213,15 @@ fn check_muon<F: Real>(tolerance: f64) {
                 .collect();
             let values = download_tensors::<F>(&client, &parameters);
             assert_close(&values, &expected, 2.0 * tolerance, &name);
+
+            // The same in one buffer for all parameters, bit by bit.
+            let all = upload::<F>(&client, &old);
+            for update in &mut updates {
+                update.values.handle = all.clone();
+            }
+            let joined = (&updates[..], Joined(true));
+            apply(&client, joined, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
+            assert_eq!(download::<F>(&client, &all), values, "{name}");
         }
     }
 }
@@ -258,7 +269,8 @@ fn operands_of_two_types_are_rounded_only_when_they_are_stored() {
     let direction = normal.unwrap();
     let updates = [ParameterUpdate { values: parameter.clone(), flag: 0, decay: 0.75, lr: 2.0 }];
     let dtypes = [F32, half];
-    apply(&client, &updates, &direction, &rejected, diverged, (batch, 0), dtypes).unwrap();
+    let updates = (&updates[..], Joined(false));
+    apply(&client, updates, &direction, &rejected, diverged, (batch, 0), dtypes).unwrap();
     let directions = download::<F>(&client, &direction);
     let expected: Vec<f64> =
         parameters.iter().zip(&directions).map(|(p, u)| 0.75 * p - 2.0 * u).collect();
@@ -394,8 +406,10 @@ fn norms_neither_overflow_nor_underflow_at_any_scale() {
 }
 
 /// Checks AdamW for parameters and moments of two types.
-fn check_adamw<F: Real, M: Real>(tolerance: f64) {
-    let (Some(client), Some(_)) = (client::<F>(), client::<M>()) else { return };
+fn check_adamw<F: Real, G: Real, M: Real>(tolerance: f64) {
+    let (Some(client), Some(_), Some(_)) = (client::<F>(), client::<G>(), client::<M>()) else {
+        return;
+    };
     // The longest first, odd ones, and more than a launch takes.
     let lengths: [usize; 75] = std::array::from_fn(|i| match i {
         0..10 => [70_001, 9000, 1024, 512, 256, 256, 256, 7, 1, 4096][i],
@@ -411,13 +425,13 @@ fn check_adamw<F: Real, M: Real>(tolerance: f64) {
     let wave = |i: usize| 0.5 + (i % 4) as f64 * 0.125;
     for factor in [None, Some(0.5)] {
         let olds = lengths.map(|length| values::<F>(length, 5 + length));
-        let mut grads = lengths.map(|length| values::<F>(length, 9 + length));
+        let mut grads = lengths.map(|length| values::<G>(length, 9 + length));
         grads[3][17] = f64::NAN;
-        let [moment_1, moment_2] = [&first, &second].map(|x| upload::<M>(&client, x));
-        let row = |values: &[f64]| rows(&upload::<F>(&client, values), 1, values.len());
-        let parameters = olds.each_ref().map(|values| row(values));
-        let grad_rows = grads.each_ref().map(|values| row(values));
-        let rejected = reject_tensors::<F>(&client, &grad_rows, f32::MAX);
+        let moments = || [&first, &second].map(|x| upload::<M>(&client, x));
+        let row = |handle: Handle, values: &[f64]| rows(&handle, 1, values.len());
+        let parameters = olds.each_ref().map(|values| row(upload::<F>(&client, values), values));
+        let grad_rows = grads.each_ref().map(|values| row(upload::<G>(&client, values), values));
+        let rejected = reject_tensors::<G>(&client, &grad_rows, f32::MAX);
         let corrections = upload::<f32>(&client, &(0..lengths.len()).map(wave).collect::<Vec<_>>());
         let scale = factor.map(|factor| upload::<f32>(&client, &[factor]));
         let controls = StepControls {
@@ -433,11 +447,20 @@ fn check_adamw<F: Real, M: Real>(tolerance: f64) {
             decay: wave(index) as f32,
             lr: wave(index) as f32,
         };
-        let updates: Vec<_> = (0..lengths.len()).map(update).collect();
+        let mut updates: Vec<_> = (0..lengths.len()).map(update).collect();
         let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
-        let dtypes = [F::elem_type_native(), M::elem_type_native()];
-        let moments = [&moment_1, &moment_2];
-        adamw(&client, &updates, moments, elements, controls, dtypes, constants).unwrap();
+        let dtypes = AdamWTypes {
+            parameters: F::elem_type_native(),
+            grads: G::elem_type_native(),
+            moments: M::elem_type_native(),
+        };
+        let run = |updates: &[AdamWUpdate], joined| {
+            let [moment_1, moment_2] = moments();
+            let (updates, both) = ((updates, joined), [&moment_1, &moment_2]);
+            adamw(&client, updates, both, elements, controls, dtypes, constants).unwrap();
+            [moment_1, moment_2].map(|moment| download::<M>(&client, &moment))
+        };
+        let advanced = run(&updates, Joined(false));
         let mut m = first.clone();
         let mut v = second.clone();
         let mut expected = olds.clone();
@@ -454,30 +477,105 @@ fn check_adamw<F: Real, M: Real>(tolerance: f64) {
                 expected[index][i] = wave(index) * expected[index][i] - wave(index) * step;
             }
         }
+        let updated = parameters.each_ref().map(|rows| download::<F>(&client, &rows.handle));
         for (index, expected) in expected.iter().enumerate() {
-            let actual = download::<F>(&client, &parameters[index].handle);
             let name = format!("parameter {index}, {factor:?}");
-            assert_close(&actual, expected, tolerance, &name);
+            assert_close(&updated[index], expected, tolerance, &name);
         }
-        assert_close(&download::<M>(&client, &moment_1), &m, tolerance, "first moments");
-        assert_close(&download::<M>(&client, &moment_2), &v, tolerance, "second moments");
+        assert_close(&advanced[0], &m, tolerance, "first moments");
+        assert_close(&advanced[1], &v, tolerance, "second moments");
+
+        // The same in one buffer for all parameters, bit by bit.
+        let mut together = vec![0.25; elements];
+        let place = |index: usize| firsts[index]..firsts[index] + lengths[index];
+        for (index, old) in olds.iter().enumerate() {
+            together[place(index)].copy_from_slice(old);
+        }
+        let all = upload::<F>(&client, &together);
+        for update in &mut updates {
+            update.values.handle = all.clone();
+        }
+        assert_eq!(run(&updates, Joined(true)), advanced);
+        for (index, updated) in updated.iter().enumerate() {
+            together[place(index)].copy_from_slice(updated);
+        }
+        // What lies between the parameters stays.
+        assert_eq!(download::<F>(&client, &all), together);
     }
 }
 
 #[test]
 fn adamw_in_float32_matches_float64() {
-    check_adamw::<f32, f32>(1e-5);
+    check_adamw::<f32, f32, f32>(1e-5);
 }
 
 #[test]
 fn adamw_in_float16_matches_float64() {
-    check_adamw::<half::f16, f32>(2e-3);
-    check_adamw::<half::f16, half::f16>(2e-3);
+    check_adamw::<half::f16, half::f16, f32>(2e-3);
+    check_adamw::<half::f16, half::f16, half::f16>(2e-3);
+    // As with master weights.
+    check_adamw::<f32, half::f16, f32>(1e-5);
 }
 
 #[test]
 fn adamw_in_bfloat16_matches_float64() {
-    check_adamw::<half::bf16, half::bf16>(2e-2);
+    check_adamw::<half::bf16, half::bf16, half::bf16>(2e-2);
+    check_adamw::<f32, half::bf16, f32>(1e-5);
+}
+
+fn check_restored<H: Real>() {
+    let (Some(client), Some(_)) = (client::<f32>(), client::<H>()) else { return };
+    // Vectors of four and of one, and more parameters than a launch takes.
+    for lengths in [vec![70_000, 1024, 8], vec![5, 300, 1], vec![40; 90]] {
+        let first = |index: usize| lengths[..index].iter().sum::<usize>() + 8 * (index + 1);
+        let elements = first(lengths.len());
+        let mut masters = values::<f32>(elements, 3);
+        // Rounded to the next number of half precision, as far as `H` does.
+        let rounded = upload::<H>(&client, &masters);
+        let mut published: Vec<Vec<f64>> = {
+            let rounded = download::<H>(&client, &rounded);
+            let values = |(index, length): (usize, &usize)| {
+                rounded[first(index)..first(index) + length].to_vec()
+            };
+            lengths.iter().enumerate().map(values).collect()
+        };
+        // The first and the last element of some parameters were changed.
+        for (index, values) in published.iter_mut().enumerate().step_by(2) {
+            let last = values.len() - 1;
+            (values[0], values[last]) = (2.0, f64::NAN);
+            masters[first(index)] = 2.0;
+            masters[first(index) + last] = f64::NAN;
+        }
+        let stored = upload::<f32>(&client, &{
+            let mut old = masters.clone();
+            for (index, length) in lengths.iter().enumerate().step_by(2) {
+                old[first(index)] = 0.123;
+                old[first(index) + length - 1] = 0.123;
+            }
+            old
+        });
+        let parameters: Vec<_> = published
+            .iter()
+            .enumerate()
+            .map(|(index, values)| {
+                let values = rows(&upload::<H>(&client, values), 1, values.len());
+                Published { values, first: first(index) }
+            })
+            .collect();
+        restore(&client, &parameters, &stored, &rounded, elements, H::elem_type_native()).unwrap();
+        let restored = download::<f32>(&client, &stored);
+        assert_eq!(restored.len(), masters.len());
+        for (index, (restored, master)) in restored.iter().zip(&masters).enumerate() {
+            let is_equal = restored == master || restored.is_nan() && master.is_nan();
+            assert!(is_equal, "{index}: {restored}, expected {master}");
+        }
+    }
+}
+
+#[test]
+fn changed_parameters_replace_their_master_weights() {
+    check_restored::<half::f16>();
+    check_restored::<half::bf16>();
 }
 
 #[test]
@@ -495,13 +593,21 @@ fn empty_batches_change_nothing() {
                 .unwrap();
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
         let updates = [ParameterUpdate { values: nothing.clone(), flag: 0, decay: 0.0, lr: 1.0 }];
-        apply(&client, &updates, &update, &flags, (&flags, 0), (batch, 0), [F32; 2]).unwrap();
+        for joined in [Joined(false), Joined(true)] {
+            let updates = (&updates[..], joined);
+            apply(&client, updates, &update, &flags, (&flags, 0), (batch, 0), [F32; 2]).unwrap();
+        }
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
         let controls = StepControls { rejected: &flags, corrections: [&flags; 2], factor: None };
         let grad = handle.clone();
         let updates =
-            [AdamWUpdate { values: nothing, grad, first: 0, flag: 0, decay: 0.0, lr: 1.0 }];
-        adamw(&client, &updates, [&handle; 2], 0, controls, [F32; 2], constants).unwrap();
+            [AdamWUpdate { values: nothing.clone(), grad, first: 0, flag: 0, decay: 0.0, lr: 1.0 }];
+        for joined in [Joined(false), Joined(true)] {
+            let (updates, dtypes) = ((&updates[..], joined), AdamWTypes::all(F32));
+            adamw(&client, updates, [&handle; 2], 0, controls, dtypes, constants).unwrap();
+        }
+        restore(&client, &[Published { values: nothing, first: 0 }], &handle, &handle, 0, F32)
+            .unwrap();
         assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
         let empty = Matrices::contiguous(handle, F32, [batch.count, 0, 0]);
         assert_eq!(add_identity(&client, &empty).unwrap().shape, empty.shape);
@@ -560,14 +666,18 @@ fn buffers_and_rows_that_do_not_fit_are_rejected() {
     assert_mentions(norms(&short, RowNorms::empty(&client, batch, 3)), "input");
     assert_mentions(norms(&whole, RowNorms { handle: flags.clone(), partials: 1 }), "norms");
 
-    let apply = |values, direction, diverged| {
+    let apply = |values, direction, diverged, joined| {
         let updates = [ParameterUpdate { values: tensor(values), flag: 0, decay: 1.0, lr: 1.0 }];
         let diverged = (diverged, 0);
-        apply(&client, &updates, direction, &flags, diverged, (batch, 0), [F32; 2]).unwrap_err()
+        let updates = (&updates[..], joined);
+        apply(&client, updates, direction, &flags, diverged, (batch, 0), [F32; 2]).unwrap_err()
     };
-    assert_mentions(apply(&short, &whole, &flags), "parameter");
-    assert_mentions(apply(&whole, &short, &flags), "direction");
-    assert_mentions(apply(&whole, &whole, &few_flags), "flags of diverged matrices");
+    for joined in [Joined(false), Joined(true)] {
+        assert_mentions(apply(&short, &whole, &flags, joined), "parameter");
+        assert_mentions(apply(&whole, &short, &flags, joined), "direction");
+        let error = apply(&whole, &whole, &few_flags, joined);
+        assert_mentions(error, "flags of diverged matrices");
+    }
 
     let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
     let adamw = |grad: &Handle, moment, corrections| {
@@ -576,11 +686,20 @@ fn buffers_and_rows_that_do_not_fit_are_rejected() {
         let updates = [AdamWUpdate { values, grad, first: 0, flag: 1, decay: 1.0, lr: 1.0 }];
         let corrections = [&flags, corrections];
         let controls = StepControls { rejected: &flags, corrections, factor: None };
-        adamw(&client, &updates, [&whole, moment], 24, controls, [F32; 2], constants).unwrap_err()
+        let (updates, dtypes) = ((&updates[..], Joined(false)), AdamWTypes::all(F32));
+        adamw(&client, updates, [&whole, moment], 24, controls, dtypes, constants).unwrap_err()
     };
     assert_mentions(adamw(&short, &whole, &flags), "gradient");
     assert_mentions(adamw(&whole, &short, &flags), "second moment");
     assert_mentions(adamw(&whole, &whole, &few_flags), "corrections");
+
+    let restore = |values, masters, rounded| {
+        let parameters = [Published { values: rows(values, 1, 20), first: 4 }];
+        restore(&client, &parameters, masters, rounded, 24, F32).unwrap_err()
+    };
+    assert_mentions(restore(&tiny, &whole, &whole), "parameter");
+    assert_mentions(restore(&whole, &short, &whole), "the master weights");
+    assert_mentions(restore(&whole, &whole, &short), "the rounded master weights");
 
     let oblong = Matrices::contiguous(whole.clone(), F32, [1, 4, 6]);
     assert_mentions(add_identity(&client, &oblong).unwrap_err(), "square");

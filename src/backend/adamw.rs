@@ -7,6 +7,7 @@ use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{AdamWControls, AdamWOps, AdamWStep, ElementwiseRows, Moments};
 use super::portable;
 use super::tensor_list::TensorList;
+use super::values::Values;
 
 impl AdamWStep {
     /// One step of several parameters: their new values and moments, on the path of the parameters.
@@ -14,19 +15,28 @@ impl AdamWStep {
     pub fn run(
         self,
         policy: KernelPolicy,
-        parameters: Vec<Tensor<1>>,
+        parameters: Values,
         grads: Vec<Tensor<1>>,
         moments: Moments,
         controls: &AdamWControls<'_>,
         rows: &[ElementwiseRows],
-    ) -> (Vec<Tensor<1>>, Moments) {
-        let Some(first) = parameters.first() else { return (parameters, moments) };
-        match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
-            _ if self.cautious || self.amsgrad => {
-                portable::adamw(self, parameters, grads, moments, controls, rows)
-            }
+    ) -> (Values, Moments) {
+        let dtype = parameters.dtype();
+        let path = match ComputePath::choose(policy, &parameters.device(), dtype.into()) {
+            _ if self.cautious || self.amsgrad => ComputePath::Portable,
+            path => path,
+        };
+        let grads = match path {
+            // The kernel reads gradients in their type: no launch for each of them.
+            ComputePath::CubeCl { .. } => grads,
+            _ => grads.into_iter().map(|grad| grad.cast(dtype)).collect(),
+        };
+        match path {
             ComputePath::Portable => {
-                portable::adamw(self, parameters, grads, moments, controls, rows)
+                let parameters = parameters.into_each();
+                let (updated, moments) =
+                    portable::adamw(self, parameters, grads, moments, controls, rows);
+                (Values::Each(updated), moments)
             }
             ComputePath::Flex | ComputePath::CubeCl { .. } => {
                 self.on_path(parameters, grads, moments, controls, rows)
@@ -36,26 +46,29 @@ impl AdamWStep {
 
     fn on_path(
         self,
-        parameters: Vec<Tensor<1>>,
+        parameters: Values,
         grads: Vec<Tensor<1>>,
         moments: Moments,
         controls: &AdamWControls<'_>,
         rows: &[ElementwiseRows],
-    ) -> (Vec<Tensor<1>>, Moments) {
+    ) -> (Values, Moments) {
         let &AdamWControls { rejected, corrections: [c1, c2], factor } = controls;
         let constants = [self.beta_1, self.beta_2, self.epsilon].map(|x| x as f32);
-        // Moved: a second reference would make the kernels copy before they write in place.
-        let [values, grads] = [parameters, grads].map(TensorList::from_tensors);
+        let grads = TensorList::from_tensors(grads);
         let [m, v] = [moments.moment_1, moments.moment_2].map(Tensor::into_dispatch);
         // A backend extension has no optional tensors: where there is no factor, any tensor stands
         // in.
         let by = factor.unwrap_or(rejected);
         let [rejected, c1, c2, by] = [rejected, c1, c2, by].map(|x| x.clone().into_dispatch());
         let (rows, scaled) = (rows.to_vec(), factor.is_some());
-        let (values, m, v) =
-            Dispatch::adamw(values, grads, m, v, rejected, c1, c2, by, rows, constants, scaled);
-        let [moment_1, moment_2] = [m, v].map(Tensor::from_dispatch);
-        (values.into_tensors(), Moments { moment_1, moment_2, max_moment_2: None })
+        let (values, moments) = parameters.through(|values, places| {
+            let (values, m, v) = Dispatch::adamw(
+                values, places, grads, m, v, rejected, c1, c2, by, rows, constants, scaled,
+            );
+            (values, [m, v])
+        });
+        let [moment_1, moment_2] = moments.map(Tensor::from_dispatch);
+        (values, Moments { moment_1, moment_2, max_moment_2: None })
     }
 }
 
@@ -119,8 +132,9 @@ mod tests {
             let controls = AdamWControls { rejected: &rejected, corrections: &corrections, factor };
             let run = |policy| {
                 let (values, grads) = (split(cast(&values)), split(cast(&grads)));
+                let values = Values::Each(values);
                 let (new, moments) = step.run(policy, values, grads, moments(), &controls, &rows);
-                (Tensor::cat(new, 0), moments)
+                (Tensor::cat(new.into_each(), 0), moments)
             };
             let (fast, fast_moments) = run(KernelPolicy::Auto);
             let (plain, plain_moments) = run(KernelPolicy::Portable);

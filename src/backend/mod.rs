@@ -23,6 +23,7 @@ mod step;
 mod tensor_list;
 #[cfg(feature = "simulated-tf32")]
 mod tf32;
+mod values;
 
 pub use compute_path::{ComputePath, KernelPolicy, NativeKernels};
 #[cfg(feature = "cube")]
@@ -37,7 +38,8 @@ pub(crate) use ops::{
     MomentumStep, MomentumUpdate, ParameterStep, PartialNorms,
 };
 pub(crate) use portable::lion;
-pub(crate) use precise::{precise_dtype, scaled};
+pub(crate) use precise::{precise_dtype, rounded, scaled};
 pub use program::Polynomial;
 pub(crate) use program::{AOL_SIZE, Buffers, Program, Rescaling, Step, Value};
-pub(crate) use step::{apply, reshaped, update_momentum};
+pub(crate) use step::{apply, reshaped, restore, round_parts, update_momentum};
+pub(crate) use values::{Values, split};

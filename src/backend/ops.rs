@@ -10,6 +10,8 @@
 //! optimizer's state is stored as batches `[k, m, n]`, in which a parameter has the number of
 //! matrices of its tensor.
 
+use std::ops::Range;
+
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
@@ -447,17 +449,56 @@ pub trait StepOps: Backend {
     /// `decay P - lr U` with the matrices of a batch. A parameter whose flag is set in `rejected`
     /// stays as it is, and so does a matrix whose flag is set in `diverged`, in which the batch
     /// starts at `first_diverged`. No step is cautious.
-    #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first_diverged| {
+    ///
+    /// If there are `places`, one tensor has all parameters, like the batch, and these are the
+    /// elements of each. Else each parameter is a tensor.
+    #[fusion(meta = |
+        parameters, _places, _direction, _rejected, _diverged, _steps, _first_diverged
+    | {
         parameters.clone()
     })]
+    // A backend extension accepts no struct of tensors and numbers.
+    #[allow(clippy::too_many_arguments)]
     fn apply(
         #[extension_type] parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         direction: FloatTensor<Self>,
         rejected: FloatTensor<Self>,
         diverged: FloatTensor<Self>,
         steps: Vec<ParameterStep>,
         first_diverged: usize,
     ) -> TensorList<Self>;
+
+    /// Master weights `[elements]` in float32, brought up to date with their parameters in half
+    /// precision: an element whose parameter is not the rounded master weight was changed since the
+    /// last step, and is the parameter from now on. `firsts` has the index of each parameter's
+    /// first element.
+    #[fusion(dtype = masters, shape = masters)]
+    fn restore(
+        masters: FloatTensor<Self>,
+        #[extension_type] parameters: TensorList<Self>,
+        firsts: Vec<usize>,
+    ) -> FloatTensor<Self>;
+
+    /// The elements in some places of a flat tensor, rounded to a type, each as a tensor.
+    #[fusion(meta = |_all, places, dtype| {
+        let spec = |place: &Range<usize>| TensorSpec::new([place.len()].into(), (*dtype).into());
+        places.iter().map(spec).collect::<Vec<_>>()
+    })]
+    fn round_parts(
+        all: FloatTensor<Self>,
+        places: Vec<Range<usize>>,
+        dtype: FloatDType,
+    ) -> TensorList<Self> {
+        let device = all.device();
+        let all = Self::float_cast(all, dtype);
+        let part = |place: Range<usize>| match place.is_empty() {
+            // Some backends do not slice nothing.
+            true => Self::float_empty([0].into(), &device, dtype),
+            false => Self::float_slice(all.clone(), &[place.into()]),
+        };
+        TensorList(places.into_iter().map(part).collect())
+    }
 }
 
 /// A step of AdamW.
@@ -473,8 +514,11 @@ pub trait AdamWOps: Backend {
     /// A parameter whose flag is set in `rejected` keeps its values and moments. `rejected` and
     /// both corrections have one value for every parameter. Gradients are multiplied by `factor` if
     /// they are `scaled`. The constants are `beta_1`, `beta_2` and `epsilon`.
+    ///
+    /// If there are `places`, one tensor has all parameters, like the moments, and these are the
+    /// elements of each. Else each parameter is a tensor.
     #[fusion(meta = |
-        parameters, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor,
+        parameters, _places, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor,
         _rows, _constants, _scaled
     | {
         (parameters.clone(), moment_1.clone(), moment_2.clone())
@@ -483,6 +527,7 @@ pub trait AdamWOps: Backend {
     #[allow(clippy::too_many_arguments)]
     fn adamw(
         #[extension_type] parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         #[extension_type] grads: TensorList<Self>,
         moment_1: FloatTensor<Self>,
         moment_2: FloatTensor<Self>,

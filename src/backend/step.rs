@@ -1,13 +1,16 @@
 //! The elementwise operations of a Muon step, on a compute path.
 
+use std::ops::Range;
+
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, FloatDType, Shape, Tensor};
 
 use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
 use super::portable;
 use super::tensor_list::TensorList;
+use super::values::Values;
 
 /// The tensors in other shapes, one for each, with their elements in the same order.
 pub(crate) fn reshaped(
@@ -69,23 +72,53 @@ pub(crate) fn update_momentum(
 /// [`StepOps::apply`] for a whole batch, on the path of the parameters.
 pub(crate) fn apply(
     policy: KernelPolicy,
-    parameters: Vec<Tensor<1>>,
+    parameters: Values,
     direction: Tensor<3>,
     rejected: &Tensor<1>,
     diverged: MatrixFlags<'_>,
     steps: &[ParameterStep],
-) -> Vec<Tensor<1>> {
-    let path = ComputePath::choose(policy, &direction.device(), parameters[0].dtype().into());
+) -> Values {
+    let path = ComputePath::choose(policy, &direction.device(), parameters.dtype().into());
     // No kernel compares signs.
     if path == ComputePath::Portable || steps.iter().any(|step| step.cautious) {
-        return portable::apply(parameters, direction, rejected, diverged, steps);
+        let parameters = parameters.into_each();
+        return Values::Each(portable::apply(parameters, direction, rejected, diverged, steps));
     }
     // As in `update_momentum`.
     let direction = if path == ComputePath::Flex { direction.cast(DType::F32) } else { direction };
-    // Moved into the list: a second reference would make the kernels copy before they write in
-    // place.
-    let parameters = TensorList::from_tensors(parameters);
     let [rejected, flags] = [rejected, diverged.flags].map(|flags| flags.clone().into_dispatch());
     let (direction, steps) = (direction.into_dispatch(), steps.to_vec());
-    Dispatch::apply(parameters, direction, rejected, flags, steps, diverged.first).into_tensors()
+    let apply = |list, places| {
+        (Dispatch::apply(list, places, direction, rejected, flags, steps, diverged.first), ())
+    };
+    parameters.through(apply).0
+}
+
+/// [`StepOps::restore`] of master weights, on the path of the parameters.
+pub(crate) fn restore(
+    masters: Tensor<1>,
+    parameters: Vec<Tensor<1>>,
+    firsts: &[usize],
+) -> Tensor<1> {
+    let dtype = parameters[0].dtype().into();
+    match ComputePath::choose(KernelPolicy::Auto, &masters.device(), dtype) {
+        ComputePath::Portable => portable::restore(masters, parameters, firsts),
+        ComputePath::Flex | ComputePath::CubeCl { .. } => {
+            let parameters = TensorList::from_tensors(parameters);
+            let masters = masters.into_dispatch();
+            Tensor::from_dispatch(Dispatch::restore(masters, parameters, firsts.to_vec()))
+        }
+    }
+}
+
+/// [`StepOps::round_parts`], on any device.
+pub(crate) fn round_parts(
+    all: Tensor<1>,
+    places: Vec<Range<usize>>,
+    dtype: FloatDType,
+) -> Vec<Tensor<1>> {
+    if !ComputePath::has_operations(all.device().as_dispatch()) {
+        return Values::Joined { all: all.cast(dtype), places }.into_each();
+    }
+    Dispatch::round_parts(all.into_dispatch(), places, dtype).into_tensors()
 }

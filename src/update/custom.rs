@@ -14,7 +14,7 @@ use super::precision::{InState, Precision};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_norms::Observations;
-use crate::backend::precise_dtype;
+use crate::backend::{Values, precise_dtype};
 
 /// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
@@ -62,7 +62,7 @@ impl WholeUpdate {
         observations: Option<&mut Observations>,
     ) -> Tensor<1> {
         let (dtype, elements) = (values[0].dtype(), values[0].dims()[0]);
-        let values = self.precision.widen(values, &[0], slots).swap_remove(0);
+        let values = self.precision.widen(values, &[0], slots).into_each().swap_remove(0);
         let old = observations.is_some().then(|| values.clone());
         // In float32, whatever the parameter: optimizers of Burn compute in the type that they are
         // given.
@@ -75,12 +75,12 @@ impl WholeUpdate {
         if let Some(entries) = &mut *self.ledger.entries() {
             entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
         }
-        let updated = vec![flattened(updated, shape.len())];
+        let updated = Values::Each(vec![flattened(updated, shape.len())]);
         let updated = scaled_by(updated, std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
             // There is no iteration whose error could be observed.
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
-            observations.add(flag, old, &updated[0], none);
+            observations.add(flag, old, &updated.clone().into_each()[0], none);
         }
         let origins = std::iter::once(origin);
         let stored = InState { dtype, firsts: &[0], elements };

@@ -14,7 +14,8 @@ use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use super::step_norms::Observations;
 use super::step_size::StepSize;
 use crate::backend::{
-    AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,
+    AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, Values,
+    lion,
 };
 use crate::checks::ensure_size;
 use crate::error::Result;
@@ -267,19 +268,15 @@ impl ElementwiseUpdate {
         let rows: Vec<_> = parameters.iter().map(|parameter| parameter.rows).collect();
         let firsts: Vec<usize> = rows.iter().map(|row| row.first).collect();
         let values = self.precision.widen(values, &firsts, state);
-        // The type after widening, in which everything is computed.
-        let precise = values[0].dtype();
-        let old = observations.is_some().then(|| values.clone());
-        let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        let old = observations.is_some().then(|| values.clone().into_each());
         let stored = self.precision.states.slot().resolve(dtype);
-        let tensors = UpdateTensors { values, gradients };
-        let updated = self.updated(tensors, state, stored, controls, &rows);
+        let updated = self.updated(values, gradients, state, stored, controls, &rows);
         let factors = parameters.iter().map(|parameter| parameter.factors.as_ref());
         let updated = scaled_by(updated, factors);
         if let (Some(observations), Some(old)) = (observations, old) {
-            let none = || Tensor::zeros([1], (&updated[0].device(), DType::F32));
-            let each = rows.iter().zip(old).zip(&updated);
-            each.for_each(|((row, old), new)| observations.add(row.flag, old, new, none()));
+            let none = || Tensor::zeros([1], (&updated.device(), DType::F32));
+            let each = rows.iter().zip(old).zip(updated.clone().into_each());
+            each.for_each(|((row, old), new)| observations.add(row.flag, old, &new, none()));
         }
         if let Some(entries) = &mut *self.ledger.entries() {
             let names = parameters.iter().map(|parameter| parameter.origin.parameter);
@@ -291,16 +288,18 @@ impl ElementwiseUpdate {
         self.precision.narrow(updated, stored, origins, state)
     }
 
-    /// The values by the rule, in the type of `tensors`. Advances the states, of the type `stored`.
+    /// The values by the rule, in their type. Advances the states, of the type `stored`.
     fn updated(
         &self,
-        UpdateTensors { values, gradients }: UpdateTensors,
+        values: Values,
+        gradients: Vec<Tensor<1>>,
         state: &mut Slots,
         stored: DType,
         controls: &AdamWControls<'_>,
         rows: &[ElementwiseRows],
-    ) -> Vec<Tensor<1>> {
-        let precise = values[0].dtype();
+    ) -> Values {
+        // The type after widening, in which everything is computed.
+        let precise = values.dtype();
         // Moments that are stored as bfloat16 advance in float32.
         let take = |state: &mut Slots, name| state.take(name).cast(precise);
         match self.rule {
@@ -322,10 +321,12 @@ impl ElementwiseUpdate {
             ElementwiseRule::Lion(step) => {
                 let momentum = take(state, MOMENTUM);
                 let AdamWControls { rejected, factor, .. } = *controls;
+                let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise));
+                let (values, gradients) = (values.into_each(), gradients.collect());
                 let (updated, momentum) =
                     lion(step, values, gradients, momentum, rejected, factor, rows);
                 state.put(MOMENTUM, momentum.cast(stored));
-                updated
+                Values::Each(updated)
             }
         }
     }

@@ -6,7 +6,7 @@ use std::mem;
 use burn::tensor::{DType, Tensor};
 
 use super::state::{Extent, IDLE, Slot, SlotDtype, Slots};
-use crate::backend::{FiniteMask, ones_where};
+use crate::backend::{FiniteMask, Values, ones_where};
 use crate::flat::{concat, zeros};
 
 /// The number of steps of a stack in which a matrix of it had no gradient. Without it, as in files
@@ -142,13 +142,44 @@ pub(super) fn divided(
             tensor.split_with_sizes(lengths.collect(), 0)
         }
     };
-    tensors.into_iter().zip(of_parameters(sections)).flat_map(divide).collect()
+    tensors.into_iter().zip(by_parameter(sections)).flat_map(divide).collect()
+}
+
+/// The values of parameters by section, of matrices of `elements`.
+pub(super) fn of_sections(values: Values, sections: &[Section], elements: usize) -> Values {
+    match values {
+        Values::Each(values) => Values::Each(divided(values, sections, elements)),
+        Values::Joined { all, .. } => {
+            let place = |end: &mut usize, section: &Section| {
+                let start = *end;
+                *end += section.count * elements;
+                Some(start..*end)
+            };
+            Values::Joined { all, places: sections.iter().scan(0, place).collect() }
+        }
+    }
+}
+
+/// The values of sections by parameter: the reverse of [`of_sections`].
+pub(super) fn of_parameters(values: Values, sections: &[Section]) -> Values {
+    match values {
+        Values::Each(values) => Values::Each(joined(values, sections)),
+        Values::Joined { all, places } => {
+            let mut places = places.into_iter();
+            let place = |sections: &[Section]| {
+                let mut own = places.by_ref().take(sections.len());
+                let first = own.next().expect("a parameter has a section");
+                first.start..own.last().map_or(first.end, |last| last.end)
+            };
+            Values::Joined { all, places: by_parameter(sections).map(place).collect() }
+        }
+    }
 }
 
 /// Flat tensors of sections, joined by parameter: the reverse of [`divided`].
-pub(super) fn joined(tensors: Vec<Tensor<1>>, sections: &[Section]) -> Vec<Tensor<1>> {
+fn joined(tensors: Vec<Tensor<1>>, sections: &[Section]) -> Vec<Tensor<1>> {
     let mut tensors = tensors;
-    of_parameters(sections)
+    by_parameter(sections)
         .map(|sections| {
             let rest = tensors.split_off(sections.len());
             let mut own = mem::replace(&mut tensors, rest);
@@ -163,7 +194,7 @@ pub(super) fn joined(tensors: Vec<Tensor<1>>, sections: &[Section]) -> Vec<Tenso
         .collect()
 }
 
-fn of_parameters(sections: &[Section]) -> impl Iterator<Item = &[Section]> {
+fn by_parameter(sections: &[Section]) -> impl Iterator<Item = &[Section]> {
     sections.chunk_by(|a, b| a.parameter == b.parameter)
 }
 
@@ -215,5 +246,11 @@ mod tests {
         assert_eq!(parts.iter().map(|part| part.dims()[0]).collect::<Vec<_>>(), [3, 9, 6]);
         let data = |tensors: Vec<Tensor<1>>| tensors.into_iter().map(Tensor::into_data);
         assert!(data(joined(parts, &sections)).eq(data(tensors)));
+
+        let all = values(0..18).float();
+        let parameters = Values::Joined { all, places: vec![0..12, 12..18] };
+        let of_sections = of_sections(parameters, &sections, 3);
+        assert_eq!(of_sections.lengths(), [3, 9, 6]);
+        assert_eq!(of_parameters(of_sections, &sections).lengths(), [12, 6]);
     }
 }

@@ -20,11 +20,12 @@ use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MatrixFlags, MomentumStep, MomentumUpdate,
-    ParameterStep, PartialNorms, apply, precise_dtype, reject, scaled, update_momentum,
+    ParameterStep, PartialNorms, Values, apply, precise_dtype, reject, scaled, split,
+    update_momentum,
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::flat::{self, concat};
+use crate::flat;
 use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::{IterationPlan, NewtonSchulz};
 
@@ -131,13 +132,13 @@ struct Inputs<'a> {
     batch: &'a MuonBatch<'a>,
     sections: &'a [Section],
     /// The old values. `None` if the step does not need them for the direction.
-    values: Option<&'a [Tensor<1>]>,
+    values: Option<&'a Values>,
 }
 
 impl Inputs<'_> {
     /// The old values as a batch.
     fn whole(&self) -> Tensor<3> {
-        joined(self.values.expect("the step does not separate"), self.batch.shape())
+        self.values.expect("the step does not separate").batch(self.batch.shape())
     }
 }
 
@@ -344,12 +345,12 @@ impl MuonUpdate {
         // Master weights of a batch are one tensor: each parameter has its range of it.
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
-        let sections = self.sections(batch, &lengths(&values), state, clocks);
+        let sections = self.sections(batch, &values.lengths(), state, clocks);
         let inputs = Inputs { batch, sections: &sections, values: Some(&values) };
         let Direction { direction, diverged, idle, errors, known } =
             self.direction(inputs, gradients, state, diverged, observations.is_some());
         // Only for an observed step: a second reference keeps the kernels from writing in place.
-        let old = errors.is_some().then(|| values.clone());
+        let old = errors.is_some().then(|| values.clone().into_each());
 
         let steps = sections.iter().map(|section| {
             let MuonParameter { flag, lr, .. } = parameters[section.parameter];
@@ -357,23 +358,22 @@ impl MuonUpdate {
         });
         let steps: Vec<_> = steps.collect();
         let agreeing = self.decays_after().then(|| {
-            let agrees =
-                joined(&values, shape) * direction.clone().cast(precise_dtype(batch.dtype));
+            let agrees = values.batch(shape) * direction.clone().cast(precise_dtype(batch.dtype));
             agrees.greater_elem(0.0)
         });
         // The kernel reads one list of flags for matrices, to which the idle ones are added.
         let unchanged = idle.among(&diverged, batch.first);
         let unchanged = MatrixFlags { flags: &unchanged, first: batch.first };
-        let values = idle_matrices::divided(values, &sections, m * n);
+        let values = idle_matrices::of_sections(values, &sections, m * n);
         let flags = batch.flags(&diverged);
         let values = apply(self.policy(), values, direction, flags, unchanged, &steps);
-        let mut values = idle_matrices::joined(values, &sections);
+        let mut values = idle_matrices::of_parameters(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
-            let old = joined(&values, shape);
+            let old = values.batch(shape);
             let new = self.apply_parts(Stage::Parameter, old.clone(), state, &known, &mask);
             // A part may divide by a norm of zero: matrices that stay must not see its result.
-            values = split_like(mask().select(new, old), &values);
+            values = values.of_batch(mask().select(new, old));
         }
         if let Some(agreeing) = agreeing {
             let unchanged = batch.unchanged(&diverged, &idle);
@@ -383,7 +383,7 @@ impl MuonUpdate {
         // the gradient was rejected.
         let values = scaled_by(values, parameters.iter().map(|p| p.factors.as_ref()));
         if let Some(((observations, errors), old)) = observations.zip(errors).zip(old) {
-            observe(observations, parameters, old, &values, errors);
+            observe(observations, parameters, old, values.clone().into_each(), errors);
         }
         let origins = parameters.iter().map(|parameter| parameter.origin);
         let stored = InState { dtype: batch.dtype, firsts: &firsts, elements: count * m * n };
@@ -395,18 +395,18 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         sections: &[Section],
-        values: Vec<Tensor<1>>,
+        values: Values,
         agreeing: Tensor<3, Bool>,
         unchanged: &FiniteMask,
-    ) -> Vec<Tensor<1>> {
+    ) -> Values {
         let after = sections.iter().map(|section| {
             let lr = batch.parameters[section.parameter].lr;
             (self.size(lr, batch.matrices, section.time).after, section.count)
         });
-        let old = joined(&values, batch.shape());
+        let old = values.batch(batch.shape());
         let kept = by_section(after, (old.dtype(), &old.device())).neg().add_scalar(1.0);
         let new = old.clone().mask_where(agreeing, old.clone() * kept);
-        split_like(unchanged.select(new, old), &values)
+        values.of_batch(unchanged.select(new, old))
     }
 
     /// The directions of a batch, flat for each parameter, and the flags of matrices. Advances
@@ -433,7 +433,7 @@ impl MuonUpdate {
         // The ranks that apply it have no flags of these matrices: NaN says it in the message
         // itself.
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
-        (split(direction.cast(batch.dtype), &lengths), diverged)
+        (split(direction.cast(batch.dtype).reshape([-1]), lengths), diverged)
     }
 
     /// Applies [`directions`](Self::directions): the new values of pieces of matrices, from those
@@ -448,8 +448,9 @@ impl MuonUpdate {
         let (values, factors): (Vec<_>, Vec<_>) =
             pieces.into_iter().map(|piece| (piece.values, piece.factors)).unzip();
         let unchanged = MatrixFlags { flags: &flags, first: 0 };
+        let values = Values::Each(values);
         let values = apply(self.policy(), values, direction, &flags, unchanged, &steps);
-        scaled_by(values, factors.iter().map(Option::as_ref))
+        scaled_by(values, factors.iter().map(Option::as_ref)).into_each()
     }
 
     /// The direction of a batch, from its gradients. The values may only be left out if the step
@@ -560,7 +561,7 @@ impl MuonUpdate {
             return (gradients, batch.factor);
         }
         let lengths = lengths(&gradients);
-        let mut gradient = joined(&gradients, batch.shape());
+        let mut gradient = Values::Each(gradients).batch(batch.shape());
         if let Some(factor) = batch.factor {
             // Before the parts, which must see the gradient that the momentum would see.
             gradient = scaled(gradient, factor.clone());
@@ -579,7 +580,7 @@ impl MuonUpdate {
         let gradient =
             self.apply_parts(Stage::Gradient, gradient, state, known, &|| started.mask());
         // The factor has been applied above.
-        (split(gradient, &lengths), None)
+        (split(gradient.reshape([-1]), lengths), None)
     }
 
     /// The update that the iteration is given, from the advanced momentum, and its norms if a
@@ -675,28 +676,32 @@ fn observe(
     observations: &mut Observations,
     parameters: &[MuonParameter<'_>],
     old: Vec<Tensor<1>>,
-    new: &[Tensor<1>],
+    new: Vec<Tensor<1>>,
     errors: Tensor<1>,
 ) {
-    let elements: usize = lengths(new).iter().sum();
-    let of_matrix = elements / errors.dims()[0];
-    let counts = lengths(new).iter().map(|elements| elements / of_matrix).collect();
+    let lengths = lengths(&new);
+    let of_matrix = lengths.iter().sum::<usize>() / errors.dims()[0];
+    let counts = lengths.iter().map(|elements| elements / of_matrix).collect();
     let each = parameters.iter().zip(old).zip(new).zip(errors.split_with_sizes(counts, 0));
     each.for_each(|(((parameter, old), new), errors)| {
-        observations.add(parameter.flag, old, new, errors.sum());
+        observations.add(parameter.flag, old, &new, errors.sum());
     });
 }
 
 /// New values times factors, for the parameters that have any.
 pub(super) fn scaled_by<'a>(
-    values: Vec<Tensor<1>>,
+    values: Values,
     factors: impl Iterator<Item = Option<&'a Tensor<1>>>,
-) -> Vec<Tensor<1>> {
+) -> Values {
+    let factors: Vec<_> = factors.collect();
+    if factors.iter().all(Option::is_none) {
+        return values;
+    }
     let scaled = |(values, factors): (Tensor<1>, Option<&Tensor<1>>)| match factors {
         Some(factors) => values.clone() * factors.clone().cast(values.dtype()),
         None => values,
     };
-    values.into_iter().zip(factors).map(scaled).collect()
+    Values::Each(values.into_each().into_iter().zip(factors).map(scaled).collect())
 }
 
 fn lengths(tensors: &[Tensor<1>]) -> Vec<usize> {
@@ -711,26 +716,6 @@ fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
         Some(start)
     };
     tensors.iter().scan(0, start).collect()
-}
-
-/// Flat tensors as one batch, in [`precise_dtype`].
-fn joined(tensors: &[Tensor<1>], shape: [usize; 3]) -> Tensor<3> {
-    let (dtype, device) = (tensors[0].dtype(), tensors[0].device());
-    concat(tensors.to_vec(), dtype, &device).cast(precise_dtype(dtype)).reshape(shape)
-}
-
-/// A batch as flat tensors of the lengths of others, the reverse of [`joined`].
-fn split_like(batch: Tensor<3>, like: &[Tensor<1>]) -> Vec<Tensor<1>> {
-    split(batch, &lengths(like))
-}
-
-/// A batch as flat tensors of some lengths.
-fn split(batch: Tensor<3>, lengths: &[usize]) -> Vec<Tensor<1>> {
-    let flat: Tensor<1> = batch.reshape([-1]);
-    match lengths {
-        [_] => vec![flat],
-        _ => flat.split_with_sizes(lengths.to_vec(), 0),
-    }
 }
 
 /// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each section.

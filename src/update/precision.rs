@@ -1,12 +1,15 @@
 //! Parameters in half precision: updates are computed in float32, and the digits that the
 //! parameters do not have are kept in the state.
 
+use std::ops::Range;
+
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::int8_blocks::LARGEST_DECAY;
-use super::rounding::{Origin, joined, rounded, split, stochastic};
+use super::rounding::{Origin, joined, split, stochastic};
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
+use crate::backend::{Values, restore, round_parts};
 use crate::error::{Error, Result};
 use crate::flat;
 
@@ -170,80 +173,71 @@ impl Precision {
     ///
     /// If a value was changed since the last step, the stored digits belong to the old value and
     /// are ignored, as if none had been stored.
-    pub fn widen(
-        self,
-        values: Vec<Tensor<1>>,
-        firsts: &[usize],
-        state: &mut Slots,
-    ) -> Vec<Tensor<1>> {
-        let half = values[0].dtype();
-        if !is_half(half) {
-            return values;
+    pub fn widen(self, values: Vec<Tensor<1>>, firsts: &[usize], state: &mut Slots) -> Values {
+        if !is_half(values[0].dtype()) {
+            return Values::Each(values);
         }
-        let lengths: Vec<usize> = values.iter().map(|values| values.dims()[0]).collect();
+        let places = places(&values, firsts);
         let all = match self.master {
             MasterWeights::None | MasterWeights::Stochastic { .. } => {
-                return values.into_iter().map(|values| values.cast(DType::F32)).collect();
+                let wide = values.into_iter().map(|values| values.cast(DType::F32));
+                return Values::Each(wide.collect());
             }
-            MasterWeights::Full => {
-                let stored = state.take(MASTER);
-                let published = flat::place(values, firsts, stored.dims()[0]);
-                // A master that does not round to the parameter is of an old value: the parameter
-                // was changed by hand, or loaded.
-                let is_same = rounded(stored.clone(), half).equal(published.clone());
-                // Element by element: an edit of some values keeps the digits of the others.
-                published.cast(DType::F32).mask_where(is_same, stored)
-            }
+            // A master that does not round to the parameter is of an old value: the parameter was
+            // changed by hand, or loaded.
+            MasterWeights::Full => restore(state.take(MASTER), values, firsts),
             MasterWeights::Mantissa => {
                 let low = state.take(MANTISSA);
                 joined(flat::place(values, firsts, low.dims()[0]), low)
             }
         };
-        cut(&all, firsts, &lengths)
+        Values::Joined { all, places }
     }
 
     /// Rounds the new values of parameters to their type, and stores the digits that it does not
     /// have: the reverse of [`widen`](Self::widen).
     pub fn narrow<'a>(
         self,
-        values: Vec<Tensor<1>>,
+        values: Values,
         InState { dtype: half, firsts, elements }: InState<'_>,
         origins: impl Iterator<Item = Origin<'a>>,
         state: &mut Slots,
     ) -> Vec<Tensor<1>> {
-        if !is_half(half) {
-            return values;
-        }
-        let lengths: Vec<usize> = values.iter().map(|values| values.dims()[0]).collect();
-        let all = match self.master {
+        let together = |values: Values| match values {
+            Values::Joined { all, places } => (all, places),
+            Values::Each(values) => {
+                let places = places(&values, firsts);
+                (flat::place(values, firsts, elements), places)
+            }
+        };
+        match self.master {
+            _ if !is_half(half) => values.into_each(),
             MasterWeights::None => {
-                return values.into_iter().map(|values| values.cast(half)).collect();
+                values.into_each().into_iter().map(|values| values.cast(half)).collect()
             }
             MasterWeights::Stochastic { seed } => {
-                let each = values.into_iter().zip(origins);
-                return each
-                    .map(|(values, origin)| stochastic(values, half, seed, origin))
-                    .collect();
+                let each = values.into_each().into_iter().zip(origins);
+                each.map(|(values, origin)| stochastic(values, half, seed, origin)).collect()
             }
             MasterWeights::Full => {
-                let all = flat::place(values, firsts, elements);
+                let (all, places) = together(values);
                 // The published parameter is this value, rounded: `widen` compares them at the next
                 // step.
                 state.put(MASTER, all.clone());
-                all.cast(half)
+                round_parts(all, places, half.into())
             }
             MasterWeights::Mantissa => {
-                let (high, low) = split(flat::place(values, firsts, elements));
+                let (all, places) = together(values);
+                let (high, low) = split(all);
                 state.put(MANTISSA, low);
-                high
+                Values::Joined { all: high, places }.into_each()
             }
-        };
-        cut(&all, firsts, &lengths)
+        }
     }
 }
 
-/// The parameters in a flat state.
-fn cut(all: &Tensor<1>, firsts: &[usize], lengths: &[usize]) -> Vec<Tensor<1>> {
-    let each = firsts.iter().zip(lengths);
-    each.map(|(first, length)| flat::slice(all, *first..first + length)).collect()
+/// The elements of each parameter in a flat state.
+fn places(values: &[Tensor<1>], firsts: &[usize]) -> Vec<Range<usize>> {
+    let each = firsts.iter().zip(values);
+    each.map(|(first, values)| *first..first + values.dims()[0]).collect()
 }

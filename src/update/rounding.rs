@@ -5,7 +5,7 @@
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 
-use crate::backend::{ComputePath, KernelPolicy};
+use crate::backend::rounded;
 
 /// Digits of a significand in bfloat16 and in float16, with the hidden one.
 const BF16_DIGITS: i32 = 8;
@@ -17,15 +17,6 @@ const F16_SMALLEST: f64 = 1.0 / (1 << 24) as f64;
 const PRIME: u64 = 32_749;
 /// Odd constants below 2^14, which mix the digits of an index.
 const MIX: [i32; 3] = [12_289, 15_733, 9_973];
-
-/// Rounds to half precision, in memory: in one kernel, Burn 0.22.1 converts to half precision and
-/// back without rounding, as seen on a Vulkan device. A reversed order is a kernel by itself.
-pub(super) fn rounded(x: Tensor<1>, half: DType) -> Tensor<1> {
-    match ComputePath::choose(KernelPolicy::Auto, &x.device(), FloatDType::F32) {
-        ComputePath::Flex => x.cast(half),
-        ComputePath::CubeCl { .. } | ComputePath::Portable => x.cast(half).flip([0]).flip([0]),
-    }
-}
 
 /// The neighbour of half-precision values in the direction of others, both in float32. Where both
 /// are equal, that value.

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::rows::{LaunchArguments, RowGrid, factor_of, launch_groups, number_of, read, write};
-use super::{Batch, MAX_BUFFERS, Rows, UNITS, cube_row, unit_vectors};
+use super::{Batch, Joined, MAX_BUFFERS, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer, check_dtype};
 
 /// The constants of AdamW.
@@ -23,7 +23,7 @@ pub struct AdamW {
 /// A parameter with its gradient, its place in the moments and the factors of its step.
 #[derive(Debug, Clone)]
 pub struct AdamWUpdate {
-    /// The values, updated in place: one row.
+    /// The values, updated in place: one row. The buffer may be that of [all parameters](Joined).
     pub values: Rows,
     /// The gradient.
     pub grad: Handle,
@@ -61,40 +61,53 @@ impl StepControls<'_> {
     }
 }
 
-impl AdamWUpdate {
-    fn check(&self, client: &Client, dtype: ElemType) -> Result<()> {
-        self.values.check(client, "the parameter", dtype)?;
-        let grad = Rows { handle: self.grad.clone(), ..self.values.clone() };
-        grad.check(client, "the gradient", dtype)
+/// The types of the operands of a step.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWTypes {
+    /// The type of the parameters.
+    pub parameters: ElemType,
+    /// The type of the gradients.
+    pub grads: ElemType,
+    /// The type of both moments.
+    pub moments: ElemType,
+}
+
+impl AdamWTypes {
+    /// Returns one type for all operands.
+    pub fn all(dtype: ElemType) -> Self {
+        Self { parameters: dtype, grads: dtype, moments: dtype }
     }
 }
 
 /// Updates parameters and both of their moments in place (Loshchilov and Hutter,
 /// <https://arxiv.org/abs/1711.05101>).
 ///
-/// Each of the two moments has `elements` elements. `dtypes` are the type of parameters and
-/// gradients, and the type of the moments.
+/// Each of the two moments has `elements` elements. Parameters that are `joined` have the places
+/// that they have in the moments.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
 pub fn adamw(
     client: &Client,
-    parameters: &[AdamWUpdate],
+    (parameters, joined): (&[AdamWUpdate], Joined),
     moments: [&Handle; 2],
     elements: usize,
     controls: StepControls<'_>,
-    dtypes: [ElemType; 2],
+    dtypes: AdamWTypes,
     settings: AdamW,
 ) -> Result<()> {
-    let [dtype, moment_dtype] = dtypes;
+    let all_values = parameters.iter().map(|parameter| &parameter.values);
+    let end = parameters.iter().map(|parameter| parameter.first + parameter.values.len()).max();
+    let needed = elements.max(end.unwrap_or(0));
+    joined.check(client, all_values, needed, dtypes.parameters)?;
     for parameter in parameters {
-        parameter.check(client, dtype)?;
-        let needed = elements.max(parameter.first + parameter.values.len());
-        check_buffer("the first moment", moments[0], needed, moment_dtype)?;
-        check_buffer("the second moment", moments[1], needed, moment_dtype)?;
+        let grad = Rows { handle: parameter.grad.clone(), ..parameter.values.clone() };
+        grad.check(client, "the gradient", dtypes.grads)?;
     }
-    check_dtype(client, moment_dtype)?;
+    check_buffer("the first moment", moments[0], needed, dtypes.moments)?;
+    check_buffer("the second moment", moments[1], needed, dtypes.moments)?;
+    check_dtype(client, dtypes.moments)?;
     let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
     controls.check(flags)?;
     let parameters: Vec<_> =
@@ -108,7 +121,7 @@ pub fn adamw(
         shared: MAX_BUFFERS - 3,
         address: AddressType::from_len(longest.max(elements)),
     };
-    let shared = SharedBuffers { moments, elements, controls, flags };
+    let shared = SharedBuffers { joined, moments, elements, controls, flags };
     for group in launch_groups(client, &parameters, arguments, |parameter| parameter.values.shape())
     {
         settings.launch(client, group, &shared, arguments.address, dtypes);
@@ -118,6 +131,7 @@ pub fn adamw(
 
 /// The buffers that the parameters of a launch share, after their checks.
 struct SharedBuffers<'a> {
+    joined: Joined,
     moments: [&'a Handle; 2],
     /// Elements of each moment.
     elements: usize,
@@ -132,10 +146,11 @@ impl AdamW {
         self,
         client: &Client,
         group: &[AdamWUpdate],
-        &SharedBuffers { moments, elements, controls, flags }: &SharedBuffers<'_>,
+        &SharedBuffers { joined, moments, elements, controls, flags }: &SharedBuffers<'_>,
         address: AddressType,
-        dtypes: [ElemType; 2],
+        AdamWTypes { parameters, grads, moments: of_moments }: AdamWTypes,
     ) {
+        let dtypes = [parameters, grads, of_moments];
         let StepControls { rejected, corrections, factor } = controls;
         // SAFETY: `adamw` has checked that every buffer has this number of elements.
         let buffer =
@@ -154,7 +169,7 @@ impl AdamW {
                 CubeDim::new_1d(UNITS),
                 address,
                 size,
-                all_rows.clone().map(|rows| rows.vectors(size)).collect(),
+                joined.buffers(all_rows.clone(), elements, size),
                 group
                     .iter()
                     .map(|parameter| buffer(&parameter.grad, parameter.values.len() / size))
@@ -175,6 +190,7 @@ impl AdamW {
                 self.beta_2,
                 self.epsilon,
                 factor.is_some(),
+                joined.0,
                 dtypes,
             );
         }
@@ -182,9 +198,9 @@ impl AdamW {
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
+pub(crate) fn adamw_kernel<F: Float, G: Float, M: Float, N: Size>(
     parameters: &mut Sequence<Box<[Vector<F, N>]>>,
-    grads: &Sequence<Box<[Vector<F, N>]>>,
+    grads: &Sequence<Box<[Vector<G, N>]>>,
     moment_1: &mut [Vector<M, N>],
     moment_2: &mut [Vector<M, N>],
     rejected: &[f32],
@@ -200,10 +216,11 @@ pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
     beta_2: f32,
     epsilon: f32,
     #[comptime] scaled: bool,
-    #[define(F, M)] _dtypes: [ElemType; 2],
+    #[comptime] joined: bool,
+    #[define(F, G, M)] _dtypes: [ElemType; 3],
 ) {
     let index = cube_row();
-    if index >= parameters.len() {
+    if index >= flags.len() {
         terminate!();
     }
     let flag = number_of(flags, index);
@@ -220,6 +237,8 @@ pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
     let fresh_2 = Vector::<f32, N>::new(1.0 - beta_2);
     let start = number_of(firsts, index);
     let length = number_of(vectors, index);
+    let (tensor, origin) =
+        if comptime!(joined) { (0_usize.runtime(), start) } else { (index, 0_usize.runtime()) };
     let (first, step) = unit_vectors();
     for i in range_stepped(first, length, step) {
         let position = start + i;
@@ -230,9 +249,9 @@ pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
         let m = b1 * Vector::cast_from(moment_1[position]) + fresh_1 * grad;
         let v = b2 * Vector::cast_from(moment_2[position]) + fresh_2 * grad * grad;
         let root = (v / correction_2).sqrt() + Vector::new(epsilon);
-        let value = decay * read(&*parameters, index, i) - lr * (m / correction_1 / root);
+        let value = decay * read(&*parameters, tensor, origin + i) - lr * (m / correction_1 / root);
         moment_1[position] = Vector::cast_from(m);
         moment_2[position] = Vector::cast_from(v);
-        write(parameters, index, i, value);
+        write(parameters, tensor, origin + i, value);
     }
 }

@@ -3,7 +3,8 @@
 //! Gradients and parameters are read and written in place: a launch takes several tensors, each as
 //! [`Rows`]. The optimizer's state is in batches `[k, elements]`, in order in one buffer. Every
 //! parameter has a float32 flag. If it is set, the gradient was rejected: the parameter stays as it
-//! is, with its momentum or moments. Everything is computed in float32 and rounded once.
+//! is, with its momentum or moments. Everything is computed in float32 and rounded once. The float32
+//! [master weights](restore) of parameters in half precision are [joined](Joined) in one buffer.
 //!
 //! Buffers begin at multiples of 16 bytes, where vectors may begin. Operands that do not fit are
 //! rejected before anything is launched:
@@ -14,21 +15,24 @@
 //! - [`Error::TooLarge`] for a buffer of more elements than the device can address.
 
 mod adamw;
+mod masters;
 mod muon;
 mod norm;
 mod reject;
 mod rows;
 
-pub use adamw::{AdamW, AdamWUpdate, StepControls, adamw};
+pub use adamw::{AdamW, AdamWTypes, AdamWUpdate, StepControls, adamw};
+pub use masters::{Published, restore};
 pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_momentum};
 pub use norm::{RowNorms, normalize, norms};
 pub use reject::reject;
-pub use rows::Rows;
 pub(crate) use rows::factor_of;
+pub use rows::{Joined, Rows};
 
 #[cfg(test)]
 pub(crate) use {
     adamw::adamw_kernel,
+    masters::restore_kernel,
     muon::{apply_kernel, update_momentum_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
     reject::reject_kernel,

@@ -9,7 +9,7 @@ use super::norm::{RowNorms, VECTORS_PER_SUM, add_partials, add_squares, store_pa
 use super::rows::{
     LaunchArguments, RowGrid, factor_of, launch_groups, locate_row, number_of, read, write,
 };
-use super::{Batch, Rows, UNITS, cube_row, unit_vectors};
+use super::{Batch, Joined, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::Result;
 use crate::units::exchanging_units;
 
@@ -192,7 +192,8 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
 /// A parameter with the factors of its update.
 #[derive(Debug, Clone)]
 pub struct ParameterUpdate {
-    /// The values, updated in place: a row for every matrix.
+    /// The values, updated in place: a row for every matrix. The buffer may be that of
+    /// [all parameters](Joined).
     pub values: Rows,
     /// The index of the parameter's flag.
     pub flag: usize,
@@ -206,15 +207,16 @@ pub struct ParameterUpdate {
 /// `first` on.
 ///
 /// A parameter whose flag is set in `rejected` keeps its values, as does a matrix whose flag is set
-/// in `diverged`, in which the flags of the batch begin at index `first_diverged`. `dtypes` are the
-/// types of `P` and of `U`.
+/// in `diverged`, in which the flags of the batch begin at index `first_diverged`. Parameters that
+/// are `joined` have the places of their matrices in the batch. `dtypes` are the types of `P` and of
+/// `U`.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
 pub fn apply(
     client: &Client,
-    parameters: &[ParameterUpdate],
+    (parameters, joined): (&[ParameterUpdate], Joined),
     directions: &Handle,
     rejected: &Handle,
     (diverged, first_diverged): (&Handle, usize),
@@ -223,7 +225,7 @@ pub fn apply(
 ) -> Result<()> {
     batch.check(client, &[("the direction", directions, dtypes[1])])?;
     let all_values = parameters.iter().map(|parameter| &parameter.values);
-    all_values.clone().try_for_each(|values| values.check(client, "the parameter", dtypes[0]))?;
+    joined.check(client, all_values.clone(), batch.len(), dtypes[0])?;
     let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
     let diverged_flags = first_diverged + batch.count;
     Batch::check_f32_buffers(&[
@@ -249,7 +251,7 @@ pub fn apply(
                 CubeDim::new_1d(UNITS),
                 batch.address_type(),
                 size,
-                all_rows.map(|rows| rows.vectors(size)).collect(),
+                joined.buffers(all_rows, batch.len(), size),
                 batch.vectors(directions, size),
                 BufferArg::from_raw_parts(rejected.clone(), flags),
                 BufferArg::from_raw_parts(diverged.clone(), diverged_flags),
@@ -261,6 +263,7 @@ pub fn apply(
                 first,
                 first_diverged,
                 batch.elements / size,
+                joined.0,
                 dtypes,
             );
         }
@@ -283,11 +286,12 @@ pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
     base: usize,
     first_diverged: usize,
     vectors: usize,
+    #[comptime] joined: bool,
     #[define(F, U)] _dtypes: [ElemType; 2],
 ) {
     let row = cube_row();
     let (index, parameter_row) = locate_row(first_rows, end_rows, row);
-    if index >= parameters.len() {
+    if index >= flags.len() {
         terminate!();
     }
     let matrix = base + row;
@@ -298,10 +302,15 @@ pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
     let decay = Vector::<f32, N>::new(factor_of(decays, index));
     let lr = Vector::<f32, N>::new(factor_of(lrs, index));
     let (first, step) = unit_vectors();
+    let (tensor, start) = if comptime!(joined) {
+        (0_usize.runtime(), matrix * vectors)
+    } else {
+        (index, parameter_row * vectors)
+    };
     for i in range_stepped(first, vectors, step) {
-        let position = parameter_row * vectors + i;
-        let decayed = decay * read(&*parameters, index, position);
+        let position = start + i;
+        let decayed = decay * read(&*parameters, tensor, position);
         let direction = Vector::cast_from(directions[matrix * vectors + i]);
-        write(parameters, index, position, decayed - lr * direction);
+        write(parameters, tensor, position, decayed - lr * direction);
     }
 }

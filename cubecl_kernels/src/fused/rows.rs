@@ -75,6 +75,53 @@ impl Rows {
     }
 }
 
+/// `true` if the values of all parameters of a call are in one buffer, and `false` if each parameter
+/// has a buffer of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Joined(pub bool);
+
+impl Joined {
+    /// Checks that the device supports a type, and that buffers have room for the values. A joined
+    /// buffer has `elements`.
+    pub(super) fn check<'a>(
+        self,
+        client: &Client,
+        mut values: impl Iterator<Item = &'a Rows>,
+        elements: usize,
+        dtype: ElemType,
+    ) -> Result<()> {
+        let checked = |values: &Rows| values.check(client, "the parameter", dtype);
+        match self {
+            Self(false) => values.try_for_each(checked),
+            Self(true) => values.next().map_or(Ok(()), |values| {
+                let handle = values.handle.clone();
+                checked(&Rows { handle, count: 1, elements })
+            }),
+        }
+    }
+
+    /// Returns the buffers of the parameters of a launch, read in vectors. A joined buffer has
+    /// `elements`.
+    pub(super) fn buffers<'a, S>(
+        self,
+        values: impl Iterator<Item = &'a Rows>,
+        elements: usize,
+        vector_size: usize,
+    ) -> S
+    where
+        S: FromIterator<BufferArg>,
+    {
+        let one = |values: &Rows| match self {
+            Self(false) => values.vectors(vector_size),
+            // SAFETY: `check` has found room for the elements.
+            Self(true) => unsafe {
+                BufferArg::from_raw_parts(values.handle.clone(), elements / vector_size)
+            },
+        };
+        values.take(if self.0 { 1 } else { usize::MAX }).map(one).collect()
+    }
+}
+
 /// The arguments of a kernel of several tensors.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LaunchArguments {

@@ -373,8 +373,9 @@ fn kernels_of_many_tensors_compile() {
             target.row(name, dtype, definition, units, |code| code.local <= MOST_SPILLED)
         };
         let kernels = other_kernels::<{ fused::MAX_TENSORS }>(&host, properties, dtype);
-        let of_tensors = ["reject", "update_momentum", "norms", "apply", "adamw"];
-        let kernels = kernels.into_iter().filter(|(name, ..)| of_tensors.contains(name));
+        let of_tensors = ["reject", "update_momentum", "norms", "apply", "adamw", "restore"];
+        let is_of_tensors = |name: &str| of_tensors.iter().any(|kernel| name.starts_with(kernel));
+        let kernels = kernels.into_iter().filter(|(name, ..)| is_of_tensors(name));
         kernels.filter_map(row).collect()
     });
 }
@@ -643,6 +644,7 @@ fn other_kernels<const TENSORS: usize>(
             count,
             count,
             1_usize << 10,
+            false,
             [dtype; 2]
         ),
         kernel!(
@@ -667,7 +669,66 @@ fn other_kernels<const TENSORS: usize>(
             0.95_f32,
             1e-8_f32,
             true,
-            [dtype; 2]
+            false,
+            [dtype; 3]
+        ),
+        // As with master weights: one buffer of float32 for all parameters.
+        kernel!(
+            "apply, joined",
+            fused::apply_kernel,
+            line,
+            length,
+            [buffer()].into_iter().collect(),
+            buffer(),
+            buffer(),
+            buffer(),
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            floats().collect(),
+            floats().collect(),
+            count,
+            count,
+            1_usize << 10,
+            true,
+            [F32, dtype]
+        ),
+        kernel!(
+            "adamw, joined",
+            fused::adamw_kernel,
+            line,
+            length,
+            [buffer()].into_iter().collect(),
+            buffers!(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            floats().collect(),
+            floats().collect(),
+            0.9_f32,
+            0.95_f32,
+            1e-8_f32,
+            true,
+            true,
+            [F32, dtype, F32]
+        ),
+        kernel!(
+            "restore",
+            fused::restore_kernel,
+            line,
+            length,
+            buffers!(),
+            buffer(),
+            buffer(),
+            sizes().collect(),
+            sizes().collect(),
+            dtype
         ),
         kernel!(
             "add_identity",

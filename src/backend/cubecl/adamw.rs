@@ -1,10 +1,12 @@
 //! A step of AdamW on Burn's CubeCL backends, in one pass over memory.
 
+use std::ops::Range;
+
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
-use distmuon_kernels::fused::{self, AdamW, AdamWUpdate, StepControls};
+use distmuon_kernels::fused::{self, AdamW, AdamWTypes, AdamWUpdate, Joined, StepControls};
 
 use super::tensors::{VALIDATED, contiguous, part, unread};
 use crate::backend::ops::{AdamWOps, ElementwiseRows};
@@ -16,6 +18,7 @@ type Float = FloatTensor<CubeBackend>;
 impl AdamWOps for CubeBackend {
     fn adamw(
         parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         grads: TensorList<Self>,
         moment_1: Float,
         moment_2: Float,
@@ -32,26 +35,34 @@ impl AdamWOps for CubeBackend {
         let [first, second] = [moment_1, moment_2].map(unread);
         let [rejected, c1, c2, factor] =
             [rejected, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
-        let dtypes = [parameters[0].dtype, first.dtype];
-        let grads = grads.0.into_iter().map(|grad| contiguous(grad, dtypes[0]));
-        let stepped = |((values, grad), of): ((&Float, Float), ElementwiseRows)| AdamWUpdate {
-            values: part(values, 1, values.shape().num_elements()),
-            grad: grad.handle,
-            first: of.first,
-            flag: of.flag,
-            decay: of.decay as f32,
-            lr: of.lr as f32,
+        let of_grads = grads.0[0].dtype;
+        let dtypes = AdamWTypes {
+            parameters: dtype_to_elem_type(parameters[0].dtype),
+            grads: dtype_to_elem_type(of_grads),
+            moments: dtype_to_elem_type(first.dtype),
         };
-        let steps: Vec<_> = parameters.iter().zip(grads).zip(rows).map(stepped).collect();
+        let joined = Joined(!places.is_empty());
+        let stepped = |(index, (grad, of)): (usize, (Float, ElementwiseRows))| {
+            let values = &parameters[if joined.0 { 0 } else { index }];
+            AdamWUpdate {
+                values: part(values, 1, grad.shape().num_elements()),
+                grad: contiguous(grad, of_grads).handle,
+                first: of.first,
+                flag: of.flag,
+                decay: of.decay as f32,
+                lr: of.lr as f32,
+            }
+        };
+        let steps: Vec<_> = grads.0.into_iter().zip(rows).enumerate().map(stepped).collect();
         let corrections = [&c1.handle, &c2.handle];
         let factor = scaled.then_some(&factor.handle);
         fused::adamw(
             &first.client,
-            &steps,
+            (&steps, joined),
             [&first.handle, &second.handle],
             first.shape().num_elements(),
             StepControls { rejected: &rejected.handle, corrections, factor },
-            dtypes.map(dtype_to_elem_type),
+            dtypes,
             AdamW { beta_1, beta_2, epsilon },
         )
         .expect(VALIDATED);

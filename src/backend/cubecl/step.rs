@@ -1,10 +1,14 @@
 //! The elementwise parts of a step on Burn's CubeCL backends, in one pass over memory each.
 
+use std::ops::Range;
+
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
-use distmuon_kernels::fused::{self, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms};
+use distmuon_kernels::fused::{
+    self, Joined, MomentumBuffers, MomentumInput, ParameterUpdate, Published, RowNorms,
+};
 
 use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unread, unshared};
 use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
@@ -72,6 +76,7 @@ impl StepOps for CubeBackend {
 
     fn apply(
         parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         direction: Float,
         rejected: Float,
         diverged: Float,
@@ -84,19 +89,24 @@ impl StepOps for CubeBackend {
         let [rejected, diverged] = [rejected, diverged].map(|x| contiguous(x, DType::F32));
         let parameters: Vec<_> = parameters.0.into_iter().map(unread).collect();
         let (of, dtypes) = (batch(&direction), [parameters[0].dtype, of_direction]);
-        let updated = |(values, ParameterStep { flag, decay, lr, .. }): (&Float, ParameterStep)| {
-            let rows = values.shape().num_elements() / of.elements;
+        let joined = Joined(!places.is_empty());
+        let updated = |(index, step): (usize, ParameterStep)| {
+            let ParameterStep { flag, decay, lr, .. } = step;
+            let (values, elements) = match places.get(index) {
+                Some(place) => (&parameters[0], place.len()),
+                None => (&parameters[index], parameters[index].shape().num_elements()),
+            };
             ParameterUpdate {
-                values: part(values, rows, of.elements),
+                values: part(values, elements / of.elements, of.elements),
                 flag,
                 decay: decay as f32,
                 lr: lr as f32,
             }
         };
-        let updates: Vec<_> = parameters.iter().zip(steps).map(updated).collect();
+        let updates: Vec<_> = steps.into_iter().enumerate().map(updated).collect();
         fused::apply(
             &direction.client,
-            &updates,
+            (&updates, joined),
             &direction.handle,
             &rejected.handle,
             (&diverged.handle, first_diverged),
@@ -105,5 +115,21 @@ impl StepOps for CubeBackend {
         )
         .expect(VALIDATED);
         TensorList(parameters)
+    }
+    fn restore(masters: Float, parameters: TensorList<Self>, firsts: Vec<usize>) -> Float {
+        let masters = unread(masters);
+        let dtype = parameters.0[0].dtype;
+        // In memory, and by the conversion that has rounded the parameters.
+        let rounded = contiguous(masters.clone(), dtype);
+        let published = |(values, first): (Float, usize)| {
+            let elements = values.shape().num_elements();
+            Published { values: part(&contiguous(values, dtype), 1, elements), first }
+        };
+        let parameters: Vec<_> = parameters.0.into_iter().zip(firsts).map(published).collect();
+        let (elements, dtype) = (masters.shape().num_elements(), dtype_to_elem_type(dtype));
+        let client = &masters.client;
+        fused::restore(client, &parameters, &masters.handle, &rounded.handle, elements, dtype)
+            .expect(VALIDATED);
+        masters
     }
 }

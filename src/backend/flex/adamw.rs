@@ -1,10 +1,12 @@
 //! A step of AdamW on Burn's Flex backend, in one pass over memory.
 
+use std::ops::Range;
+
+use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Flex, TensorMetadata};
 
 use super::chunks::{CHUNK, Cut, CutMut, Pieces};
-use super::tensors::{contiguous, rounded, single, values};
+use super::tensors::{contiguous, rounded, single, updated, values};
 use crate::backend::ops::{AdamWOps, ElementwiseRows};
 use crate::backend::tensor_list::TensorList;
 
@@ -13,6 +15,7 @@ type Float = FloatTensor<Flex>;
 impl AdamWOps for Flex {
     fn adamw(
         parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         grads: TensorList<Self>,
         moment_1: Float,
         moment_2: Float,
@@ -28,21 +31,16 @@ impl AdamWOps for Flex {
         let float32 = |tensor| contiguous(single(tensor));
         let [mut first, mut second] = [moment_1, moment_2].map(float32);
         let [rejected, c1, c2, factor] = [rejected, correction_1, correction_2, factor].map(values);
-        let step = |((parameter, grad), row): ((Float, Float), ElementwiseRows)| {
+        let mut step = |parameter: &mut [f32], grad: Float, row: ElementwiseRows| {
             let ElementwiseRows { flag, first: start, .. } = row;
             let (decay, lr) = (row.decay as f32, row.lr as f32);
-            // Before anything is written: the moments of the parameter stay as well.
-            if rejected[flag] != 0.0 {
-                return parameter;
-            }
-            let (dtype, c1, c2) = (parameter.dtype(), c1[flag], c2[flag]);
-            let (mut parameter, grad) = (float32(parameter), float32(grad));
-            let range = start..start + parameter.shape().num_elements();
+            let (grad, c1, c2) = (float32(grad), c1[flag], c2[flag]);
+            let range = start..start + parameter.len();
             let moments = (
                 CutMut(&mut first.storage_mut::<f32>()[range.clone()], CHUNK),
                 CutMut(&mut second.storage_mut::<f32>()[range], CHUNK),
             );
-            let values = CutMut(parameter.storage_mut::<f32>(), CHUNK);
+            let values = CutMut(parameter, CHUNK);
             let chunks = ((values, moments), Cut(grad.storage::<f32>(), CHUNK));
             chunks.each(CHUNK, |((values, (first, second)), grads)| {
                 let moments = first.iter_mut().zip(second);
@@ -53,10 +51,15 @@ impl AdamWOps for Flex {
                     *p = decay * *p - lr * (*m / c1 / ((*v / c2).sqrt() + epsilon));
                 }
             });
-            rounded(parameter, dtype)
         };
-        let each = parameters.0.into_iter().zip(grads.0).zip(rows);
-        let parameters = TensorList(each.map(step).collect());
-        (parameters, rounded(first, moment_dtype), rounded(second, moment_dtype))
+        // A rejected parameter is not touched: its moments stay as well.
+        let each = grads.0.into_iter().zip(rows).map(|(grad, row)| {
+            let is_updated = rejected[row.flag] == 0.0;
+            is_updated.then_some((grad, row))
+        });
+        let parameters = updated(parameters.0, &places, each, |values, (grad, row)| {
+            step(values, grad, row);
+        });
+        (TensorList(parameters), rounded(first, moment_dtype), rounded(second, moment_dtype))
     }
 }

@@ -1,10 +1,13 @@
 //! The elementwise parts of a step on Burn's Flex backend, in one pass over memory each.
 
+use std::ops::Range;
+
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata};
+use burn::tensor::{DType, bf16, f16};
 
 use super::chunks::{CHUNK, Cut, CutMut, Pieces};
-use super::tensors::{contiguous, rounded, scaled_squares, single, values, zeros};
+use super::tensors::{contiguous, rounded, scaled_squares, single, updated, values, zeros};
 use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
@@ -86,6 +89,7 @@ impl StepOps for Flex {
 
     fn apply(
         parameters: TensorList<Self>,
+        places: Vec<Range<usize>>,
         direction: Float,
         rejected: Float,
         diverged: Float,
@@ -95,36 +99,63 @@ impl StepOps for Flex {
         let [_, m, n] = direction.shape().dims();
         let direction = contiguous(single(direction));
         let (rejected, diverged) = (values(rejected), values(diverged));
-        let mut matrix = 0;
-        let update =
-            |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
-                let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
-                let start = matrix;
-                // Before the return: the next parameter's directions follow, whether this one is
-                // updated or not.
-                matrix += parameter.shape().num_elements() / (m * n);
-                if rejected[flag] != 0.0 {
-                    return parameter;
+        let lengths: Vec<usize> = match places.is_empty() {
+            true => parameters.0.iter().map(|values| values.shape().num_elements()).collect(),
+            false => places.iter().map(Range::len).collect(),
+        };
+        // The matrices of a rejected parameter are in the batch as well.
+        let firsts = lengths.iter().scan(0, |end, length| {
+            let first = *end;
+            *end += length / (m * n);
+            Some(first)
+        });
+        let each = firsts.zip(steps);
+        let each = each.map(|(first, step)| (rejected[step.flag] == 0.0).then_some((first, step)));
+        let update = |parameter: &mut [f32], (first, step): (usize, ParameterStep)| {
+            let (decay, lr) = (step.decay as f32, step.lr as f32);
+            let end = first + parameter.len() / (m * n);
+            let directions = &direction.storage::<f32>()[first * m * n..end * m * n];
+            let diverged = &diverged[first_diverged + first..first_diverged + end];
+            let matrices = ((CutMut(parameter, m * n), Cut(directions, m * n)), Cut(diverged, 1));
+            matrices.each(m * n, |((parameter, direction), diverged)| {
+                // Matrices whose iteration diverged keep their values.
+                if diverged[0] != 0.0 {
+                    return;
                 }
-                let mut parameter = contiguous(single(parameter));
-                let directions = &direction.storage::<f32>()[start * m * n..matrix * m * n];
-                let diverged = &diverged[first_diverged + start..first_diverged + matrix];
-                let matrices = CutMut(parameter.storage_mut::<f32>(), m * n);
-                let matrices = ((matrices, Cut(directions, m * n)), Cut(diverged, 1));
-                matrices.each(m * n, |((parameter, direction), diverged)| {
-                    // Matrices whose iteration diverged keep their values.
-                    if diverged[0] != 0.0 {
-                        return;
+                let chunks = (CutMut(parameter, CHUNK), Cut(direction, CHUNK));
+                chunks.each(CHUNK, |(parameters, directions)| {
+                    for (p, u) in parameters.iter_mut().zip(directions) {
+                        *p = decay * *p - lr * u;
                     }
-                    let chunks = (CutMut(parameter, CHUNK), Cut(direction, CHUNK));
-                    chunks.each(CHUNK, |(parameters, directions)| {
-                        for (p, u) in parameters.iter_mut().zip(directions) {
-                            *p = decay * *p - lr * u;
-                        }
-                    });
                 });
-                rounded(parameter, dtype)
-            };
-        TensorList(parameters.0.into_iter().zip(steps).map(update).collect())
+            });
+        };
+        TensorList(updated(parameters.0, &places, each, update))
+    }
+
+    fn restore(masters: Float, parameters: TensorList<Self>, firsts: Vec<usize>) -> Float {
+        let half = parameters.0[0].dtype();
+        let mut masters = contiguous(masters);
+        for (values, first) in parameters.0.into_iter().zip(firsts) {
+            let values = contiguous(single(values));
+            let end = first + values.shape().num_elements();
+            let masters = CutMut(&mut masters.storage_mut::<f32>()[first..end], CHUNK);
+            (masters, Cut(values.storage::<f32>(), CHUNK)).each(CHUNK, |(masters, values)| {
+                for (master, value) in masters.iter_mut().zip(values) {
+                    if round(*master, half) != *value {
+                        *master = *value;
+                    }
+                }
+            });
+        }
+        masters
+    }
+}
+
+/// A value, rounded to half precision.
+fn round(value: f32, half: DType) -> f32 {
+    match half {
+        DType::F16 => f16::from_f32(value).to_f32(),
+        _ => bf16::from_f32(value).to_f32(),
     }
 }

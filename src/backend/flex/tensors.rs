@@ -1,5 +1,7 @@
 //! Tensors of Burn's Flex backend, as the operations read and write them.
 
+use std::ops::Range;
+
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
 use burn::tensor::DType;
@@ -47,4 +49,33 @@ pub(super) fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
 /// The float32 values of a small tensor.
 pub(super) fn values(tensor: FloatTensor<Flex>) -> Vec<f32> {
     contiguous(tensor).storage::<f32>().to_vec()
+}
+
+/// Updates parameters in place: those with an item. Each is a tensor, or an entry of `places` in
+/// the only tensor.
+pub(super) fn updated<T>(
+    mut parameters: Vec<FloatTensor<Flex>>,
+    places: &[Range<usize>],
+    items: impl Iterator<Item = Option<T>>,
+    mut update: impl FnMut(&mut [f32], T),
+) -> Vec<FloatTensor<Flex>> {
+    if places.is_empty() {
+        let updated = |(parameter, item): (FloatTensor<Flex>, Option<T>)| {
+            let Some(item) = item else { return parameter };
+            let dtype = parameter.dtype();
+            let mut parameter = contiguous(single(parameter));
+            update(parameter.storage_mut::<f32>(), item);
+            rounded(parameter, dtype)
+        };
+        return parameters.into_iter().zip(items).map(updated).collect();
+    }
+    let all = parameters.swap_remove(0);
+    let dtype = all.dtype();
+    let mut all = contiguous(single(all));
+    for (place, item) in places.iter().zip(items) {
+        if let Some(item) = item {
+            update(&mut all.storage_mut::<f32>()[place.clone()], item);
+        }
+    }
+    vec![rounded(all, dtype)]
 }

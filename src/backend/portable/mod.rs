@@ -11,4 +11,4 @@ pub(super) use matrix::{
     SIZE_OF_SUM, divisors, least_gram_norm, least_row_sum, normalize, over, plus_identity,
     product_add, scaled, symmetric_product, symmetric_share, syrk,
 };
-pub(super) use step::{apply, reject, update_momentum};
+pub(super) use step::{apply, reject, restore, update_momentum};

@@ -1,10 +1,11 @@
 //! The elementwise operations of a Muon step.
 
-use burn::tensor::{Tensor, s};
+use burn::tensor::{DType, Tensor, s};
 
 use crate::backend::ops::{FlaggedRows, MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep};
-use crate::backend::precise::scaled;
+use crate::backend::precise::{rounded, scaled};
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
+use crate::flat;
 
 /// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.
 pub fn reject<const D: usize>(
@@ -80,6 +81,15 @@ pub fn apply(
         masks.iter().fold(new, |new, mask| mask.select(new, old.clone())).reshape([-1])
     });
     updated.collect()
+}
+
+/// [`StepOps::restore`](crate::backend::ops::StepOps::restore).
+pub fn restore(masters: Tensor<1>, parameters: Vec<Tensor<1>>, firsts: &[usize]) -> Tensor<1> {
+    let half = parameters[0].dtype();
+    let published = flat::place(parameters, firsts, masters.dims()[0]);
+    // Element by element: an edit of some values keeps the digits of the others.
+    let is_same = rounded(masters.clone(), half).equal(published.clone());
+    published.cast(DType::F32).mask_where(is_same, masters)
 }
 
 /// `decay P - lr U`, where a cautious step decays only the elements with `P U >= 0`.
