@@ -518,8 +518,8 @@ pub trait AdamWOps: Backend {
     /// If there are `places`, one tensor has all parameters, like the moments, and these are the
     /// elements of each. Else each parameter is a tensor.
     #[fusion(meta = |
-        parameters, _places, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor,
-        _rows, _constants, _scaled
+        parameters, _places, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2,
+        _factor, _rows, _constants, _scaled
     | {
         (parameters.clone(), moment_1.clone(), moment_2.clone())
     })]

@@ -1,8 +1,6 @@
 //! Values that have to be more precise than a type.
 
-use burn::tensor::{DType, FloatDType, Tensor};
-
-use super::compute_path::{ComputePath, KernelPolicy};
+use burn::tensor::{DType, Tensor};
 
 /// The type for values that have to be more precise than parameters of a type, such as learning
 /// rates: float64 for float64, and float32 for all others. In float32, `1 - lr decay` moves in
@@ -25,13 +23,4 @@ pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tens
 pub(super) fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
     let dtype = precise_dtype(tensor.dtype());
     tensor.cast(dtype)
-}
-
-/// Rounds to half precision, in memory: in one kernel, Burn 0.22.1 converts to half precision and
-/// back without rounding, as seen on a Vulkan device. A reversed order is a kernel by itself.
-pub(crate) fn rounded(x: Tensor<1>, half: DType) -> Tensor<1> {
-    match ComputePath::choose(KernelPolicy::Auto, &x.device(), FloatDType::F32) {
-        ComputePath::Flex => x.cast(half),
-        ComputePath::CubeCl { .. } | ComputePath::Portable => x.cast(half).flip([0]).flip([0]),
-    }
 }

@@ -102,7 +102,10 @@ pub(crate) fn restore(
 ) -> Tensor<1> {
     let dtype = parameters[0].dtype().into();
     match ComputePath::choose(KernelPolicy::Auto, &masters.device(), dtype) {
-        ComputePath::Portable => portable::restore(masters, parameters, firsts),
+        ComputePath::Portable => {
+            let rounded = rounded(masters.clone(), parameters[0].dtype());
+            portable::restore(masters, rounded, parameters, firsts)
+        }
         ComputePath::Flex | ComputePath::CubeCl { .. } => {
             let parameters = TensorList::from_tensors(parameters);
             let masters = masters.into_dispatch();
@@ -121,4 +124,13 @@ pub(crate) fn round_parts(
         return Values::Joined { all: all.cast(dtype), places }.into_each();
     }
     Dispatch::round_parts(all.into_dispatch(), places, dtype).into_tensors()
+}
+
+/// Rounds to half precision, in memory: in one kernel, Burn 0.22.1 converts to half precision and
+/// back without rounding, as seen on a Vulkan device. A reversed order is a kernel by itself.
+pub(crate) fn rounded(x: Tensor<1>, half: DType) -> Tensor<1> {
+    match ComputePath::choose(KernelPolicy::Auto, &x.device(), FloatDType::F32) {
+        ComputePath::Flex => x.cast(half),
+        ComputePath::CubeCl { .. } | ComputePath::Portable => x.cast(half).flip([0]).flip([0]),
+    }
 }

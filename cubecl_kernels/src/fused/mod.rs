@@ -3,8 +3,9 @@
 //! Gradients and parameters are read and written in place: a launch takes several tensors, each as
 //! [`Rows`]. The optimizer's state is in batches `[k, elements]`, in order in one buffer. Every
 //! parameter has a float32 flag. If it is set, the gradient was rejected: the parameter stays as it
-//! is, with its momentum or moments. Everything is computed in float32 and rounded once. The float32
-//! [master weights](restore) of parameters in half precision are [joined](Joined) in one buffer.
+//! is, with its momentum or moments. Everything is computed in float32 and rounded once. The
+//! float32 [master weights](restore) of parameters in half precision are [joined](Joined) in one
+//! buffer.
 //!
 //! Buffers begin at multiples of 16 bytes, where vectors may begin. Operands that do not fit are
 //! rejected before anything is launched:

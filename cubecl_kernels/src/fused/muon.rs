@@ -208,8 +208,8 @@ pub struct ParameterUpdate {
 ///
 /// A parameter whose flag is set in `rejected` keeps its values, as does a matrix whose flag is set
 /// in `diverged`, in which the flags of the batch begin at index `first_diverged`. Parameters that
-/// are `joined` have the places of their matrices in the batch. `dtypes` are the types of `P` and of
-/// `U`.
+/// are `joined` have the places of their matrices in the batch. `dtypes` are the types of `P` and
+/// of `U`.
 ///
 /// # Errors
 ///

@@ -75,8 +75,8 @@ impl Rows {
     }
 }
 
-/// `true` if the values of all parameters of a call are in one buffer, and `false` if each parameter
-/// has a buffer of its own.
+/// `true` if the values of all parameters of a call are in one buffer, and `false` if each
+/// parameter has a buffer of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Joined(pub bool);
 

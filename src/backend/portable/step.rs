@@ -3,7 +3,7 @@
 use burn::tensor::{DType, Tensor, s};
 
 use crate::backend::ops::{FlaggedRows, MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep};
-use crate::backend::precise::{rounded, scaled};
+use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
 use crate::flat;
 
@@ -83,12 +83,16 @@ pub fn apply(
     updated.collect()
 }
 
-/// [`StepOps::restore`](crate::backend::ops::StepOps::restore).
-pub fn restore(masters: Tensor<1>, parameters: Vec<Tensor<1>>, firsts: &[usize]) -> Tensor<1> {
-    let half = parameters[0].dtype();
+/// [`StepOps::restore`](crate::backend::ops::StepOps::restore), with the `rounded` master weights.
+pub fn restore(
+    masters: Tensor<1>,
+    rounded: Tensor<1>,
+    parameters: Vec<Tensor<1>>,
+    firsts: &[usize],
+) -> Tensor<1> {
     let published = flat::place(parameters, firsts, masters.dims()[0]);
     // Element by element: an edit of some values keeps the digits of the others.
-    let is_same = rounded(masters.clone(), half).equal(published.clone());
+    let is_same = rounded.equal(published.clone());
     published.cast(DType::F32).mask_where(is_same, masters)
 }
 
