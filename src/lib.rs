@@ -160,6 +160,9 @@ mod flat;
 #[cfg(test)]
 #[allow(dead_code)] // the devices of the enabled features decide which skips there are
 mod skipped_tests;
+// A link to the file of `distmuon-testing`, for the same reason.
+#[cfg(test)]
+mod logs;
 // A link to the file of the kernels' tests, for the same reason.
 #[cfg(all(test, feature = "cuda"))]
 #[allow(dead_code)] // the kernels' tests use all of it

@@ -18,6 +18,7 @@ mod sync {
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
+use distmuon_testing::logs; // for the unit tests of the rounds
 use rounds::{Blocked, RoundKey, Rounds, WaitPoint};
 use shuttle::sync::{Arc, Condvar, Mutex, mpsc};
 use shuttle::thread;

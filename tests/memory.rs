@@ -8,7 +8,8 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use distmuon::checkpoint::{self, Checkpointed};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
-    Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory, StatesOn,
+    Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, Publish, RankMemory,
+    StatesOn,
 };
 use distmuon::link::{GraphOrder, Link};
 use distmuon::parallel::{RowEmbedding, exchange};
@@ -436,7 +437,7 @@ const BUCKET: usize = 2 * 16 * 8192;
 
 /// The largest number of bytes that a step on two ranks allocates in addition to the models,
 /// gradients and states of both ranks in bfloat16, and the peak that the ranks report.
-fn extra_of_a_step(buckets: usize) -> [usize; 2] {
+fn extra_of_a_step(buckets: usize, set: fn(DistMuonConfig) -> DistMuonConfig) -> [usize; 2] {
     let device = Device::default().autodiff();
     let all = Barrier::new(2);
     let peaks = World::threads([device.clone(), device], |world| {
@@ -453,17 +454,19 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
         let muon = MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
         let config =
             DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(BUCKET as f64 / 1e6));
-        let mut optim = config.init(&world, &model)?;
+        let mut optim = set(config).init(&world, &model)?;
         assert_eq!(optim.plan().buckets().len(), buckets);
         // Products allocate scratch memory of hundreds of megabytes once per thread.
         let warm = gradients(&model);
         model = optim.step(0.01, model, warm)?;
+        optim.finish_publication()?;
         let gradients = gradients(&model);
         all.wait();
         let before = ALLOCATOR.current_usage();
         ALLOCATOR.reset_peak_usage();
         all.wait();
         let model = optim.step(0.01, model, gradients)?;
+        optim.finish_publication()?;
         all.wait();
         let extra = ALLOCATOR.peak_usage().saturating_sub(before);
         all.wait();
@@ -479,20 +482,35 @@ fn a_step_with_more_buckets_does_not_use_more_memory() {
     if !is_on_host() {
         return;
     }
-    let [few, many] = [25, 100].map(|buckets| {
-        let [extra, reported] = extra_of_a_step(buckets);
-        let times = |bytes: usize| bytes as f64 / BUCKET as f64;
-        println!(
-            "{buckets} buckets: {:.1} buckets more, {:.1} reported",
-            times(extra),
-            times(reported)
-        );
-        extra
-    });
+    let of = |set| {
+        [25, 100].map(|buckets| {
+            let [extra, reported] = extra_of_a_step(buckets, set);
+            let times = |bytes: usize| bytes as f64 / BUCKET as f64;
+            println!(
+                "{buckets} buckets: {:.1} buckets more, {:.1} reported",
+                times(extra),
+                times(reported)
+            );
+            extra
+        })
+    };
     // Of the 75 additional buckets, a rank may hold as many as it reduces and gathers at a time,
     // since the ranks are not at the same point.
-    let in_flight = 2 * DistMuonConfig::new().in_flight;
-    assert!(many <= few + in_flight * BUCKET, "{many} beyond {few}");
+    let in_flight = 2 * DistMuonConfig::new().in_flight * BUCKET;
+    let [few, many] = of(|config| config);
+    assert!(many <= few + in_flight, "{many} beyond {few}");
+
+    // An audit adds one bucket of matrices as it is sent and as it is received: the gradients and
+    // values in bfloat16, the momentum in float32.
+    let [few_audited, many_audited] = of(|config| config.with_audit_every(1));
+    let audited = 2 * 2 * (1 + 1 + 2) * BUCKET;
+    assert!(many_audited <= many + audited, "{many_audited} beyond {many}");
+    assert!(many_audited <= few_audited + in_flight, "{many_audited} beyond {few_audited}");
+
+    // New values that are on their way take the place of the old ones.
+    let [few_behind, many_behind] = of(|config| config.with_publish(Publish::AtFirstUse));
+    assert!(many_behind <= few_behind + in_flight, "{many_behind} beyond {few_behind}");
+    assert!(many_behind <= many + in_flight, "{many_behind} beyond {many}");
 }
 
 /// The gradients of a backward pass, in which Burn frees the leaves of former steps.

@@ -499,7 +499,7 @@ fn check_adamw<F: Real, G: Real, M: Real>(tolerance: f64) {
         for (index, updated) in updated.iter().enumerate() {
             together[place(index)].copy_from_slice(updated);
         }
-        // What lies between the parameters stays.
+        // The elements between the parameters stay.
         assert_eq!(download::<F>(&client, &all), together);
     }
 }

@@ -755,6 +755,7 @@ impl ExternalCalls {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::logs;
 
     #[test]
     fn a_rank_whose_round_is_complete_is_late_and_does_not_wait() {
@@ -810,9 +811,17 @@ mod tests {
         assert!(!rounds.ranks[0].noticed, "nothing waits");
         rounds.arrive(key, &Arc::from([0, 1]), 1, "sum", ()).unwrap();
         rounds.wait(1, key, start).unwrap();
-        for (seconds, noticed) in [(299, false), (300, true)] {
+        logs::collect();
+        rounds.set_busy_limit(Duration::from_secs(4321));
+        for (seconds, noticed) in [(299, false), (300, true), (301, true)] {
             rounds.notice_busy(after(seconds));
             assert_eq!([rounds.ranks[0].noticed, rounds.ranks[1].noticed], [noticed, false]);
         }
+        // Once, with the limit of this test.
+        assert_eq!(
+            logs::with(&["busy", "4321s"]),
+            ["WARN: rank 0 has been busy for 300s, as with a checkpoint, and others wait for \
+                 it: the world ends after 4321s"]
+        );
     }
 }

@@ -42,6 +42,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_that_only_some_ranks_use_are_rejected_unless_allowed,
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
     a_rank_without_any_batch_is_rejected,
+    joined_batches_are_one_empty_message_for_each_step,
     a_backward_pass_of_the_callers_has_the_same_gradients_or_is_an_error,
     a_graph_from_before_a_step_trains_the_parameters_that_the_step_left,
     dropped_passes_keep_earlier_micro_batches,
@@ -891,6 +892,32 @@ fn a_rank_without_any_batch_is_rejected() {
     }
     let none = ranks_here(2, |world| Ok(world.join(0..0).next_batch()?.is_none()));
     assert_eq!(none.unwrap(), [true, true]);
+}
+
+/// The message says whether a rank has a batch, and does not depend on what a batch is.
+fn joined_batches_are_one_empty_message_for_each_step() {
+    let sent = ranks_here(3, |world| {
+        let calls = Arc::<Mutex<Vec<&'static str>>>::default();
+        let named = calls.clone();
+        let (counted, values) = with_counted_values(&world);
+        let world = watched(&counted, move |event| {
+            named.lock().unwrap().push(event.collective);
+            Ok(())
+        });
+        let mut batches = world.join(vec![[0_u8; 1000]; 2 + world.rank()]);
+        values.lock().unwrap().clear();
+        let mut steps = 0;
+        while batches.next_batch()?.is_some() {
+            steps += 1;
+        }
+        let bytes: usize = values.lock().unwrap().values().sum();
+        let calls = calls.lock().unwrap().clone();
+        Ok((steps, calls, bytes))
+    });
+    // The last call says that there is no further step.
+    for rank in sent.unwrap() {
+        assert_eq!(rank, (4, vec!["first_bytes"; 5], 0));
+    }
 }
 
 fn the_uses_of_a_pass_are_one_small_message() {

@@ -2,8 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use burn::data::dataloader::batcher::Batcher;
@@ -16,7 +16,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::re
 use burn::train::metric::store::EventStoreClient;
 use burn::train::metric::{LearningRateMetric, LossMetric};
 use burn::train::{
-    EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
+    EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Interrupter, Learner, LearningResult,
     MultiDeviceOptim, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep,
     TrainingStrategy,
 };
@@ -34,6 +34,7 @@ use distmuon::{
 use distmuon_testing::device::{has_type, is_flex};
 use distmuon_testing::models::{Fixed, largest_difference, values, weights};
 use distmuon_testing::precision::{Rounded, assert_same, floats};
+use distmuon_testing::watched::watched;
 use distmuon_testing::{lacks, logs};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -109,16 +110,24 @@ thread_local! {
     static PANICS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
+#[derive(Default)]
 struct Regression {
     /// An item that makes the model panic where it is seen.
     poison: Option<usize>,
     /// An item whose inputs are NaN.
     nan: Option<usize>,
+    /// An item that interrupts the training where it is seen.
+    interrupting: Option<(usize, Arc<OnceLock<Interrupter>>)>,
 }
 
 impl Batcher<usize, Batch> for Regression {
     fn batch(&self, items: Vec<usize>, device: &Device) -> Batch {
         PANICS.with(|panics| panics.set(self.poison.is_some_and(|poison| items.contains(&poison))));
+        if let Some((item, interrupter)) = &self.interrupting
+            && items.contains(item)
+        {
+            interrupter.get().expect("the training has one").stop(Some("enough"));
+        }
         let mut inputs = vec![];
         let mut targets = vec![];
         for item in &items {
@@ -142,7 +151,7 @@ fn loader(items: Vec<usize>, batch: usize, batcher: Regression) -> Arc<dyn DataL
 #[test]
 fn a_rank_takes_its_slice_of_a_loader_in_batches_of_the_same_size() {
     let batches = World::launch(3, |world| {
-        let loader = loader((0..72).collect(), 8, Regression { poison: None, nan: None });
+        let loader = loader((0..72).collect(), 8, Regression::default());
         let part = world.part(loader.num_items());
         let own = loader.slice(part.start, part.end);
         let sizes: Vec<usize> =
@@ -171,6 +180,8 @@ struct Setup {
     poison: Option<usize>,
     /// An item that makes gradients NaN.
     nan: Option<usize>,
+    /// An item that interrupts the training.
+    interrupting: Option<usize>,
     checkpoints: bool,
     /// Counts that are shown as a metric.
     skipped: Option<SkippedSteps>,
@@ -192,6 +203,7 @@ impl Default for Setup {
             stop_after: None,
             poison: None,
             nan: None,
+            interrupting: None,
             checkpoints: true,
             skipped: None,
             diagnostics: None,
@@ -234,9 +246,14 @@ fn training(
     setup: &Setup,
     strategy: TrainingStrategy<Net>,
 ) -> SupervisedTraining<Net> {
-    let batcher = Regression { poison: setup.poison, nan: setup.nan };
+    let interrupter = Arc::new(OnceLock::new());
+    let batcher = Regression {
+        poison: setup.poison,
+        nan: setup.nan,
+        interrupting: setup.interrupting.map(|item| (item, interrupter.clone())),
+    };
     let train = loader(setup.items.clone(), setup.batch, batcher);
-    let valid = loader((100..107).collect(), 2, Regression { poison: None, nan: None });
+    let valid = loader((100..107).collect(), 2, Regression::default());
     let training = SupervisedTraining::new(folder, train, valid)
         .metrics((LossMetric::new(),))
         .metric_train_numeric(LearningRateMetric::new());
@@ -262,6 +279,7 @@ fn training(
         .with_training_strategy(strategy)
         .num_epochs(setup.epochs)
         .grads_accumulation(setup.accumulation);
+    interrupter.get_or_init(|| training.interrupter());
     match setup.resume {
         Some(epoch) => training.checkpoint(epoch),
         None => training,
@@ -457,6 +475,36 @@ fn ranks_that_are_processes_train_as_threads() {
 }
 
 #[test]
+fn rank_0_gathers_the_state_at_every_epoch_that_has_a_checkpointer() {
+    let gathered = |epochs, checkpoints| {
+        let folder = tempfile::tempdir().unwrap();
+        let run = World::threads(vec![device(); 2], |world| {
+            let calls = Arc::new(AtomicUsize::new(0));
+            let counted = calls.clone();
+            let world = watched(&world, move |event| {
+                let is_gathering = event.collective == "gather" && !event.waits;
+                counted.fetch_add(is_gathering.into(), Ordering::SeqCst);
+                Ok(())
+            });
+            let folder = folder.path().join(world.rank().to_string());
+            let strategy = DistMuonStrategy::on(&world, DistMuonConfig::new());
+            let checkpoints = checkpoints && world.is_main();
+            let setup = Setup { epochs, checkpoints, ..Setup::default() };
+            let result = launch(&folder, &setup, strategy.into());
+            assert!(result.error.is_none(), "{:?}", result.error);
+            Ok::<_, Error>(calls.load(Ordering::SeqCst))
+        });
+        let calls = run.unwrap();
+        assert_eq!(calls[0], calls[1], "both ranks take part");
+        calls[0]
+    };
+    let once = gathered(1, true);
+    assert!(once > 0);
+    assert_eq!(gathered(2, true), 2 * once);
+    assert_eq!(gathered(2, false), 0);
+}
+
+#[test]
 fn layouts_whose_ranks_compute_together_are_rejected() {
     let slices = |world: &World| {
         let mesh = Mesh::new(world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
@@ -510,6 +558,24 @@ fn interruption_ends_all_ranks() {
     let interrupted = result.interrupted.expect("the run was interrupted");
     assert_eq!(interrupted.reason.as_deref(), Some("enough"));
     assert!(result.model.weights() == before, "no step was taken");
+}
+
+/// Only one rank sees the item, in its third batch.
+#[test]
+fn an_interruption_on_one_rank_ends_all_ranks_after_the_same_step() {
+    let half = ITEMS / 2;
+    for interrupting in [2 * BATCH + 1, half + 2 * BATCH + 1] {
+        let folder = tempfile::tempdir().unwrap();
+        let setup = Setup { interrupting: Some(interrupting), ..Setup::default() };
+        let result = launch(folder.path(), &setup, on_ranks(2));
+        assert!(result.error.is_none(), "{:?}", result.error);
+        let interrupted = result.interrupted.expect("the run was interrupted");
+        assert_eq!(interrupted.reason.as_deref(), Some("enough"));
+        // The two steps before, with the same batches on both ranks.
+        let items = (0..2 * BATCH).chain(half..half + 2 * BATCH).collect();
+        let two_steps = Setup { epochs: 1, items, ..Setup::default() };
+        assert!(result.model.weights() == trained(&two_steps, on_ranks(2)).weights());
+    }
 }
 
 #[test]
@@ -737,7 +803,7 @@ fn by_hand(
 ) -> Net {
     let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();
     let rates = Schedule::constant(1e-3).linear(100, 1e-1);
-    let regression = Regression { poison: None, nan: None };
+    let regression = Regression::default();
     let batch = |items: &[usize]| regression.batch(items.to_vec(), &device());
     let batches: Vec<Batch> = setup.items.chunks(setup.batch).map(batch).collect();
     let steps = (0..setup.epochs).flat_map(|_| batches.chunks(setup.accumulation));

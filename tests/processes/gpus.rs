@@ -21,6 +21,12 @@ pub fn threads_with_a_gpu_each_are_over_nccl() {
         World::threads(devices, engine).expect("the ranks agree")
     };
     let check = || {
+        // The default device of this process, which has this test alone.
+        // SAFETY: no other thread reads or writes the environment.
+        unsafe { std::env::set_var("BURN_DEVICE", "cuda") };
+        let names = |devices: Vec<Device>| format!("{devices:?}");
+        let in_turn = [0, 1, 0].map(|index| Device::cuda(index).autodiff()).to_vec();
+        assert_eq!(names(World::devices(3)), names(in_turn));
         assert_eq!(engines([0, 1]), ["nccl"; 2]);
         // NCCL refuses two ranks on one GPU.
         assert_eq!(engines([0, 0]), ["threads"; 2]);

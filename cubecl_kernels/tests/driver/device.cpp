@@ -28,8 +28,16 @@ API cuGetErrorName(Result code, const char **name) {
 
 API cuGetErrorString(Result code, const char **text) { return cuGetErrorName(code, text); }
 
+static int driver_version = 13000;
+
+// Sets the version that the driver has from now on.
+API standin_set_version(int version) {
+    driver_version = version;
+    return SUCCESS;
+}
+
 API cuDriverGetVersion(int *version) {
-    *version = 13000;
+    *version = driver_version;
     return SUCCESS;
 }
 

@@ -115,6 +115,13 @@ impl StandIn {
         assert_eq!(refuse.expect("a function of the stand-in")(reason.as_ptr()), 0);
     }
 
+    /// Sets the version of CUDA that the driver has from now on: 12040 is 12.4.
+    pub fn set_version(&self, version: i32) {
+        // SAFETY: as above.
+        let set = unsafe { self.0.get::<extern "C" fn(c_int) -> c_int>(b"standin_set_version") };
+        assert_eq!(set.expect("a function of the stand-in")(version), 0);
+    }
+
     /// Adds a number to each value that streams wait for from now on.
     pub fn fault_values(&self, fault: i32) {
         // SAFETY: as above.

@@ -252,6 +252,21 @@ fn a_refusal_repeats_the_log_of_the_drivers_compiler() {
     });
 }
 
+#[test]
+fn a_driver_before_cuda_12_5_does_not_run_the_kernels() {
+    on_the_stand_in("a_driver_before_cuda_12_5_does_not_run_the_kernels", || {
+        let stand_in = driver::StandIn::loaded();
+        for (version, runs) in [(12_040, false), (12_050, true)] {
+            stand_in.set_version(version);
+            // An element each: a process decides once for each of them.
+            let element = if runs { native::Element::Bf16 } else { native::Element::F16 };
+            let reason = native::Native::of(0, element).err().map(|refusal| refusal.to_string());
+            let expected = (!runs).then_some("the driver is older than CUDA 12.5");
+            assert_eq!(reason.as_deref(), expected);
+        }
+    });
+}
+
 /// Sets `DISTMUON_NATIVE` for this process, which reads it once.
 fn set_switch(value: &str) {
     // SAFETY: the process has this test alone, and no other thread that reads the environment.

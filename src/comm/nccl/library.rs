@@ -117,7 +117,7 @@ impl Library {
             remedy: INSTALL,
         };
         let mut tried = Vec::new();
-        for path in candidates() {
+        for path in candidates(|name| env::var_os(name)) {
             // SAFETY: a library with NCCL's name is assumed to be NCCL.
             let loaded = unsafe { libloading::Library::new(&path) };
             match loaded.and_then(|library| Self::symbols(library, path.clone())) {
@@ -177,24 +177,24 @@ pub fn dotted(version: c_int) -> String {
     format!("{major}.{}.{}", rest / 100, rest % 100)
 }
 
-/// Returns the files that may be NCCL, in the order in which they are tried.
-fn candidates() -> Vec<PathBuf> {
-    let folder = env::var_os("DISTMUON_NCCL_PATH").filter(|path| !path.is_empty());
-    let in_folder = folder
+/// Returns the files that may be NCCL, in the order in which they are tried. `variable` is the
+/// value of an environment variable.
+fn candidates(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let in_folder = variable("DISTMUON_NCCL_PATH")
         .map(PathBuf::from)
         .into_iter()
         .flat_map(|folder| NAMES.map(|name| folder.join(name)));
     // A bare name is looked up by the dynamic linker.
     let bare_names = NAMES.map(PathBuf::from);
-    in_folder.chain(bare_names).chain(wheels(prefixes())).collect()
+    in_folder.chain(bare_names).chain(wheels(prefixes(variable))).collect()
 }
 
 /// Returns the folders of Python environments that may contain NCCL: those named by variables, that
 /// of the `python3` on the PATH (for which an image need not set a variable), the user's, and the
 /// system's.
-fn prefixes() -> Vec<PathBuf> {
-    let variable = |name| env::var_os(name).filter(|value: &OsString| !value.is_empty());
-    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
+fn prefixes(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(&variable);
     let on_path = variable("PATH").and_then(|path| prefix_of_python(&path));
     let home = variable("HOME").map(|home| Path::new(&home).join(".local"));
     let system = ["/usr/local".into(), "/usr".into()];
@@ -231,6 +231,48 @@ mod tests {
     fn encoded_versions_have_a_dotted_form() {
         assert_eq!(dotted(22_903), "2.29.3");
         assert_eq!(dotted(2_708), "2.7.8");
+    }
+
+    /// The order of the guide.
+    #[cfg(unix)]
+    #[test]
+    fn a_folder_comes_before_the_system_and_the_system_before_wheels() {
+        let root = tempfile::tempdir().unwrap();
+        let environment = |name: &str| root.path().join(name);
+        let wheel = |environment: PathBuf| {
+            environment.join("lib/python3.12/site-packages/nvidia/nccl/lib").join(NAMES[0])
+        };
+        let environments = ["venv", "conda", "python", "home/.local"].map(environment);
+        for folder in &environments {
+            let library = wheel(folder.clone());
+            fs::create_dir_all(library.parent().unwrap()).unwrap();
+            fs::write(library, "").unwrap();
+        }
+        let [venv, conda, python, _] = &environments;
+        fs::create_dir_all(python.join("bin")).unwrap();
+        fs::write(python.join("bin/python3"), "").unwrap();
+        let variables = [
+            ("DISTMUON_NCCL_PATH", environment("nccl")),
+            ("VIRTUAL_ENV", venv.clone()),
+            ("CONDA_PREFIX", conda.clone()),
+            ("PATH", python.join("bin")),
+            ("HOME", environment("home")),
+        ];
+        let find = |unset: &str| {
+            candidates(|name| {
+                let value = variables.iter().find(|(variable, _)| *variable == name);
+                value.filter(|_| name != unset).map(|(_, value)| value.clone().into_os_string())
+            })
+        };
+        let system = NAMES.map(PathBuf::from);
+        let folder = NAMES.map(|name| environment("nccl").join(name));
+        let wheels = environments.clone().map(wheel);
+        let all = [&folder[..], &system, &wheels].concat();
+        // Wheels of this machine's own Python may follow.
+        assert_eq!(find("")[..all.len()], all);
+        assert_eq!(find("DISTMUON_NCCL_PATH")[..2], system);
+        let without_venv = find("VIRTUAL_ENV");
+        assert_eq!(without_venv[4..7], wheels[1..]);
     }
 
     #[cfg(unix)]

@@ -52,9 +52,8 @@ use ranks::Ranks;
 ///
 /// Differences from Burn's strategies:
 ///
-/// - if there are checkpointers, rank 0 collects the state of the optimizer in host memory at the
-///   end of every epoch, because Burn's checkpointers accept the state only as a whole. The other
-///   ranks do not collect it;
+/// - if there are checkpointers, rank 0 gathers the state of the optimizer in host memory at the
+///   end of every epoch, because Burn's checkpointers accept the state only as a whole;
 /// - the training items are cut into one part of equal length per rank. The remaining items, fewer
 ///   than there are ranks, are not used. A step takes the mean of the gradients of all ranks, so
 ///   `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
