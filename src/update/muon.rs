@@ -293,6 +293,7 @@ impl MuonUpdate {
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
             && !self.decays_after()
             && !self.has_parts(Stage::Parameter)
+            && !self.reads(Quantity::Old)
             && !self.reads(Quantity::OldNorm)
             && !self.reads(Quantity::OldOutputNorms)
     }
@@ -534,6 +535,12 @@ impl MuonUpdate {
             matrices,
             scale: self.scale(matrices),
             keep: self.reads(Quantity::Keep).then(|| started.keep()),
+            lr: self.reads(Quantity::Lr).then(|| {
+                let Inputs { batch, sections, .. } = started.inputs;
+                let lr = |section: &Section| batch.parameters[section.parameter].lr;
+                started.by_section(sections.iter().map(|section| self.lr_factor * lr(section)))
+            }),
+            old: self.reads(Quantity::Old).then(|| started.inputs.whole()),
             old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(started.inputs.whole())),
             old_output_norms: self
                 .reads(Quantity::OldOutputNorms)

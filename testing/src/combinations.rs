@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::parts::{
-    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, RadialBrake,
-    RelativeUpdate, Renormalization, RowEquilibration,
+    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon,
+    Part, RadialBrake, RelativeUpdate, Renormalization, RowEquilibration, Sign,
 };
 use distmuon::{
     AdamWConfig, Coefficients, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
@@ -77,6 +77,14 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![RadialBrake::new(0.5, 0.9).into(), MaxNorm::new(9.0).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
         }),
+        ("magnitudes and directions", {
+            let parts = vec![Sign.into(), Muown::new().with_weight_decay(0.1).into()];
+            MuonConfig::new().with_parts(parts).with_weight_decay(0.0.into())
+        }),
+        ("several momenta", {
+            let parts = vec![MomentumMixture::k_maxwell().into(), NorMuon::new(0.9).into()];
+            MuonConfig::new().with_parts(parts).with_momentum(Schedule::constant(0.0).into())
+        }),
         ("a floor of updates", {
             let parts = vec![
                 NorMuon::new(0.9).into(),
@@ -112,6 +120,15 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
     ]
 }
 
+/// Returns a configuration with another momentum, unless a mixture of momenta takes its place.
+pub fn with_momentum(muon: MuonConfig, momentum: Schedule) -> MuonConfig {
+    if muon.parts.iter().any(|part| matches!(part, Part::MomentumMixture(_))) {
+        return muon;
+    }
+    let momentum = muon.momentum.clone().with_momentum(momentum);
+    muon.with_momentum(momentum)
+}
+
 /// Returns a configuration whose update needs no more of values than to apply directions to them:
 /// without the parts that read or constrain values, and with decoupled weight decay instead of one
 /// before or after them.
@@ -119,7 +136,11 @@ pub fn separable(mut muon: MuonConfig) -> MuonConfig {
     muon.parts.retain(|part| {
         !matches!(
             part,
-            Part::Hyperball(_) | Part::MaxNorm(_) | Part::RadialBrake(_) | Part::RelativeUpdate(_)
+            Part::Hyperball(_)
+                | Part::MaxNorm(_)
+                | Part::Muown(_)
+                | Part::RadialBrake(_)
+                | Part::RelativeUpdate(_)
         )
     });
     muon.weight_decay = match muon.weight_decay {

@@ -1,6 +1,8 @@
 //! The settings of a case of Muon.
 
-use distmuon::parts::{AdaMuon, Hyperball, Namo, NorMuon, RadialBrake, RelativeUpdate};
+use distmuon::parts::{
+    AdaMuon, Hyperball, MomentumMixture, Muown, Namo, NorMuon, RadialBrake, RelativeUpdate, Sign,
+};
 use distmuon::{
     Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
     NewtonSchulzConfig, Normalization, Part, RoutingRule, Schedule, WeightDecay,
@@ -39,6 +41,12 @@ pub struct MuonSettings {
     pub relative_update: Option<Ratio>,
     #[serde(default)]
     pub radial_brake: Option<Brake>,
+    #[serde(default)]
+    pub momentum_mixture: Option<Mixture>,
+    #[serde(default)]
+    pub sign: bool,
+    #[serde(default)]
+    pub muown: Option<Magnitudes>,
     #[serde(default)]
     pub splits: Option<Vec<usize>>,
     #[serde(default)]
@@ -192,6 +200,36 @@ pub struct Brake {
     pub inward: f64,
 }
 
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mixture {
+    pub ages: Vec<f64>,
+    pub weights: Vec<f64>,
+    pub momentum: f64,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Magnitudes {
+    pub betas: [f64; 2],
+    pub epsilon: f64,
+    pub weight_decay: f64,
+}
+
+impl Mixture {
+    fn part(self) -> Part {
+        MomentumMixture::new(self.ages, self.weights, self.momentum).into()
+    }
+}
+
+impl Magnitudes {
+    fn part(self) -> Part {
+        let Self { betas, epsilon, weight_decay } = self;
+        let part = Muown::new().with_betas(betas).with_epsilon(epsilon);
+        part.with_weight_decay(weight_decay).into()
+    }
+}
+
 impl Ratio {
     fn part(self) -> Part {
         let part = match self.rows {
@@ -222,7 +260,10 @@ impl MuonSettings {
         let brake = self
             .radial_brake
             .map(|Brake { outward, inward }| RadialBrake::new(outward, inward).into());
-        let parts = [second_moment, ratio, hyperball, brake];
+        let mixture = self.momentum_mixture.clone().map(Mixture::part);
+        let sign = self.sign.then(|| Sign.into());
+        let muown = self.muown.map(Magnitudes::part);
+        let parts = [mixture, sign, second_moment, ratio, hyperball, brake, muown];
         Ok(MuonConfig::new()
             .with_newton_schulz(newton_schulz)
             .with_momentum(momentum)

@@ -12,7 +12,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
 use super::muon::{
-    Brake, FormName, MuonSettings, NormalizationName, Ratio, ScaleName, ViewName, WeightDecayName,
+    Brake, FormName, Magnitudes, Mixture, MuonSettings, NormalizationName, Ratio, ScaleName,
+    ViewName, WeightDecayName,
 };
 use super::{Case, Header, Outcome};
 
@@ -100,6 +101,36 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
         ),
         ("own-aol-square", vec![24, 24], 0.02, json!({"normalization": "aol"})),
         ("own-schatten", vec![24, 40], 0.02, json!({"normalization": "schatten4"})),
+        ("own-sign", vec![24, 36], 0.02, json!({"sign": true, "nesterov": false})),
+        (
+            "own-momentum-mixture",
+            vec![20, 28],
+            0.02,
+            json!({
+                "momentum": 0.0,
+                "momentum_mixture": {
+                    "ages": [3.0, 12.0, 56.0], "weights": [0.2, 0.3, 0.5], "momentum": 0.95,
+                },
+            }),
+        ),
+        (
+            "own-muown",
+            vec![20, 28],
+            0.05,
+            json!({
+                "nesterov": false, "weight_decay": 0.0,
+                "muown": {"betas": [0.9, 0.95], "epsilon": 1e-8, "weight_decay": 0.1},
+            }),
+        ),
+        (
+            "own-muown-stack",
+            vec![3, 24, 16],
+            0.05,
+            json!({
+                "nesterov": false, "weight_decay": 0.0, "scale": "spectral", "view": "batch",
+                "muown": {"betas": [0.5, 0.7], "epsilon": 1e-8, "weight_decay": 0.0},
+            }),
+        ),
     ]
 }
 
@@ -215,10 +246,35 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
     let schedule = settings.coefficients.set().schedule(settings.ns_steps).expect("a usable set");
     let mut parameter = init.to_vec();
     let mut momentum = vec![0.0; init.len()];
+    let averages = settings.momentum_mixture.as_ref().map_or(0, |mixture| mixture.ages.len());
+    let mut averages = vec![vec![0.0; init.len()]; averages];
+    let mut rows_of_muown: Vec<MuownRow> = match settings.muown {
+        Some(_) => init.chunks(columns).map(MuownRow::new).collect(),
+        None => vec![],
+    };
     grads
         .iter()
         .enumerate()
         .map(|(step, grad)| {
+            let mut grad = grad.clone();
+            if let Some(Mixture { ages, weights, momentum }) = &settings.momentum_mixture {
+                let mut mixed: Vec<f64> = grad.iter().map(|g| (1.0 - momentum) * g).collect();
+                for ((average, age), weight) in averages.iter_mut().zip(ages).zip(weights) {
+                    for ((a, g), mixed) in average.iter_mut().zip(&grad).zip(&mut mixed) {
+                        *a = (age * *a + g) / (1.0 + age);
+                        *mixed += momentum * weight * *a;
+                    }
+                }
+                grad = mixed;
+            }
+            for ((row, grad), values) in rows_of_muown
+                .iter_mut()
+                .zip(grad.chunks_mut(columns))
+                .zip(parameter.chunks(columns))
+            {
+                row.split(values, grad);
+            }
+            let grad = &grad;
             let mu = match &settings.momentum_warmup {
                 Some(warmup) if step < warmup.steps => {
                     let progress = (step + 1) as f64 / warmup.steps as f64;
@@ -238,6 +294,11 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                 true => momentum.iter().zip(grad).map(look_ahead).collect(),
                 false => momentum.clone(),
             };
+            let signs = |x: &f64| if *x == 0.0 { 0.0 } else { x.signum() };
+            let update: Vec<f64> = match settings.sign {
+                true => update.iter().map(signs).collect(),
+                false => update,
+            };
             for (k, update) in update.chunks(rows * columns).enumerate() {
                 let matrix = Mat::from_fn(rows, columns, |i, j| update[i * columns + j]);
                 let orthogonal = match settings.normalization {
@@ -250,6 +311,15 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                 let update = faer::Scale(settings.lr_factor * scale) * orthogonal;
                 let matrix = &mut parameter[k * rows * columns..][..rows * columns];
                 let old = Mat::from_fn(rows, columns, |i, j| matrix[i * columns + j]);
+                if let Some(magnitudes) = settings.muown {
+                    let of_matrix = rows_of_muown[k * rows..].iter_mut();
+                    for (i, (row, values)) in of_matrix.zip(matrix.chunks_mut(columns)).enumerate()
+                    {
+                        let update: Vec<f64> = (0..columns).map(|j| update[(i, j)]).collect();
+                        row.step(magnitudes, header.lr, &update, values);
+                    }
+                    continue;
+                }
                 let new = stepped(&settings, header.lr, &old, update);
                 for (index, value) in matrix.iter_mut().enumerate() {
                     *value = new[(index / columns, index % columns)];
@@ -289,4 +359,57 @@ fn stepped(settings: &MuonSettings, lr: f64, old: &Mat<f64>, mut update: Mat<f64
         });
     }
     new
+}
+
+/// A row of a parameter of Muown, `g v / |v|`.
+struct MuownRow {
+    magnitude: f64,
+    direction_norm: f64,
+    /// The unit vector, and the gradient of the magnitude, of the step.
+    unit: Vec<f64>,
+    gradient: f64,
+    moments: [f64; 2],
+    steps: i32,
+}
+
+impl MuownRow {
+    fn new(values: &[f64]) -> Self {
+        let norm = norm(values);
+        let (unit, gradient) = (vec![], 0.0);
+        Self { magnitude: norm, direction_norm: norm, unit, gradient, moments: [0.0; 2], steps: 0 }
+    }
+
+    /// Replaces the gradient of a row by that of its direction.
+    fn split(&mut self, values: &[f64], grad: &mut [f64]) {
+        self.unit = values.iter().map(|value| value / self.magnitude).collect();
+        self.gradient = self.unit.iter().zip(&*grad).map(|(u, g)| u * g).sum();
+        for (grad, unit) in grad.iter_mut().zip(&self.unit) {
+            *grad = self.magnitude / self.direction_norm * (*grad - unit * self.gradient);
+        }
+    }
+
+    fn step(&mut self, settings: Magnitudes, lr: f64, update: &[f64], values: &mut [f64]) {
+        let Magnitudes { betas, epsilon, weight_decay } = settings;
+        let direction: Vec<f64> = self
+            .unit
+            .iter()
+            .zip(update)
+            .map(|(u, update)| u * self.direction_norm - lr * update)
+            .collect();
+        self.steps += 1;
+        for ((moment, beta), power) in self.moments.iter_mut().zip(betas).zip([1, 2]) {
+            *moment = beta * *moment + (1.0 - beta) * self.gradient.powi(power);
+        }
+        let corrected = |index: usize| self.moments[index] / (1.0 - betas[index].powi(self.steps));
+        let adam = corrected(0) / (corrected(1).sqrt() + epsilon);
+        self.magnitude = (self.magnitude - lr * adam) * (1.0 - lr * weight_decay);
+        self.direction_norm = norm(&direction);
+        for (value, direction) in values.iter_mut().zip(direction) {
+            *value = self.magnitude * direction / self.direction_norm;
+        }
+    }
+}
+
+fn norm(values: &[f64]) -> f64 {
+    values.iter().map(|x| x * x).sum::<f64>().sqrt()
 }

@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData, s};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{MuonConfig, RoutingRule, Schedule, WeightDecay, checkpoint};
-use distmuon_testing::combinations::combinations;
+use distmuon_testing::combinations::{combinations, with_momentum};
 use distmuon_testing::models::assert_same_weights;
 use distmuon_testing::worlds::Folder;
 
@@ -91,15 +91,12 @@ fn falling(decay: &WeightDecay) -> WeightDecay {
 fn configs() -> Vec<(String, MuonConfig)> {
     // The rules of one name parameters of another model.
     let combinations = || combinations().into_iter().filter(|(_, muon)| muon.rules.is_empty());
-    let constant = combinations().map(|(name, muon)| {
-        let momentum = muon.momentum.clone().with_momentum(0.9.into());
-        (name.to_owned(), muon.with_momentum(momentum))
-    });
+    let constant =
+        combinations().map(|(name, muon)| (name.to_owned(), with_momentum(muon, 0.9.into())));
     let moving = combinations().map(|(name, muon)| {
-        let momentum = Schedule::constant(0.6).linear(4, 0.95);
-        let (momentum, decay) =
-            (muon.momentum.clone().with_momentum(momentum), falling(&muon.weight_decay));
-        (format!("{name}, with schedules"), muon.with_momentum(momentum).with_weight_decay(decay))
+        let decay = falling(&muon.weight_decay);
+        let muon = with_momentum(muon, Schedule::constant(0.6).linear(4, 0.95));
+        (format!("{name}, with schedules"), muon.with_weight_decay(decay))
     });
     let routed = |(name, muon): (String, MuonConfig)| {
         let muon = muon.with_rule(RoutingRule::muon("layers"));

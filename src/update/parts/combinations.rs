@@ -33,6 +33,31 @@ pub(crate) fn check(
             "the same as `momentum.bias_correction`, since the update is a ratio of both moments",
         ));
     }
+    let has_mixture = parts.iter().any(|part| matches!(part, Part::MomentumMixture(_)));
+    if has_mixture && momentum.momentum.extremes().any(|momentum| momentum != 0.0) {
+        return Err(Error::setting(
+            "momentum",
+            format!("{:?} with a mixture of momenta", momentum.momentum),
+            "zero, since the mixture is the momentum",
+        ));
+    }
+    let sets_norm =
+        |part: &&Part| matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_) | Part::Hyperball(_));
+    if parts.iter().any(|part| matches!(part, Part::Muown(_))) {
+        if let Some(other) = parts.iter().find(sets_norm) {
+            return together(
+                format!("Muown with {other}"),
+                "only one of them, since both set the norm of the parameter",
+            );
+        }
+        if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
+            return Err(Error::setting(
+                "weight_decay",
+                format!("{weight_decay:?} with Muown"),
+                "zero, since Muown decays the magnitudes alone (set `Muown::weight_decay`)",
+            ));
+        }
+    }
     // The rest is about the one part that fixes the norm of parameters.
     if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
         return Ok(());

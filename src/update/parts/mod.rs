@@ -9,11 +9,14 @@ mod equilibration;
 mod hyperball;
 mod mars;
 mod max_norm;
+mod momentum_mixture;
+mod muown;
 mod namo;
 mod normuon;
 mod radial_brake;
 mod relative_update;
 mod renormalization;
+mod sign;
 
 use std::fmt;
 
@@ -31,16 +34,20 @@ pub use equilibration::{ColumnEquilibration, RowEquilibration};
 pub use hyperball::{Hyperball, Radius};
 pub use mars::Mars;
 pub use max_norm::MaxNorm;
+pub use momentum_mixture::MomentumMixture;
+pub use muown::Muown;
 pub use namo::Namo;
 pub use normuon::{Averaged, NorMuon};
 pub use radial_brake::RadialBrake;
 pub use relative_update::{RelativeTo, RelativeUpdate};
 pub use renormalization::{Renormalization, TargetNorm};
+pub use sign::Sign;
 
 /// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
 /// run stage after stage, and within a stage in the order in which they are listed: see
 /// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
 /// [`Hyperball`] with [`MaxNorm`], with [`RadialBrake`] or with a weight decay that only scales,
+/// [`Muown`] with one of these parts or with any weight decay, [`MomentumMixture`] with a momentum,
 /// and a scale after the iteration ([`Renormalization`], [`Namo`], [`RelativeUpdate`] of matrices)
 /// right before a part that sets the norm anew.
 ///
@@ -66,6 +73,10 @@ pub use renormalization::{Renormalization, TargetNorm};
 pub enum Part {
     /// Adds a correction of the variance to the gradient.
     Mars(Mars),
+    /// Averages gradients over several times, in place of the momentum.
+    MomentumMixture(MomentumMixture),
+    /// Takes the signs of the momentum, before the iteration.
+    Sign(Sign),
     /// Scales all rows to equal norms, before the iteration.
     RowEquilibration(RowEquilibration),
     /// Scales all columns to equal norms, before the iteration.
@@ -86,6 +97,8 @@ pub enum Part {
     MaxNorm(MaxNorm),
     /// Keeps a fraction of the change of the parameter's Frobenius norm.
     RadialBrake(RadialBrake),
+    /// Trains magnitudes and directions of outputs apart.
+    Muown(Muown),
 }
 
 /// The position of a [`Part`] in Muon's update.
@@ -104,13 +117,28 @@ pub enum Stage {
 
 /// The names of all slots that parts may store. A record does not know the configuration, and is
 /// read by these.
-pub(crate) const SLOT_NAMES: [&str; 6] = [
+pub(crate) const SLOT_NAMES: [&str; 21] = [
     normuon::SECOND_MOMENT,
     adamuon::SECOND_MOMENT,
     namo::SECOND_MOMENT,
     namo::WEIGHT,
     mars::PREVIOUS_GRADIENT,
     hyperball::RADIUS,
+    muown::MAGNITUDE,
+    muown::DIRECTION_NORM,
+    muown::MAGNITUDE_GRADIENT,
+    muown::MOMENTS[0],
+    muown::MOMENTS[1],
+    muown::WEIGHTS[0],
+    muown::WEIGHTS[1],
+    momentum_mixture::AVERAGES[0],
+    momentum_mixture::AVERAGES[1],
+    momentum_mixture::AVERAGES[2],
+    momentum_mixture::AVERAGES[3],
+    momentum_mixture::AVERAGES[4],
+    momentum_mixture::AVERAGES[5],
+    momentum_mixture::AVERAGES[6],
+    momentum_mixture::AVERAGES[7],
 ];
 
 /// The behaviour of a part.
@@ -162,6 +190,8 @@ impl Matrices {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Quantity {
     Keep,
+    Lr,
+    Old,
     OldNorm,
     OldOutputNorms,
     GradientNorm,
@@ -176,6 +206,10 @@ pub(super) struct Known {
     pub scale: f64,
     /// The weight of the old momentum.
     pub keep: Option<Tensor<3>>,
+    /// The learning rate, without the factor of the shape.
+    pub lr: Option<Tensor<3>>,
+    /// The parameter before the step, `[k, m, n]`.
+    pub old: Option<Tensor<3>>,
     /// The Frobenius norm of the parameter before the step.
     pub old_norm: Option<Tensor<3>>,
     /// The norms of the entries of every output of the parameter before the step, `[k, m, 1]` or
@@ -226,6 +260,8 @@ impl Part {
     fn behaviour(&self) -> &dyn Behaviour {
         match self {
             Self::Mars(part) => part,
+            Self::MomentumMixture(part) => part,
+            Self::Sign(part) => part,
             Self::RowEquilibration(part) => part,
             Self::ColumnEquilibration(part) => part,
             Self::Renormalization(part) => part,
@@ -236,6 +272,7 @@ impl Part {
             Self::Hyperball(part) => part,
             Self::MaxNorm(part) => part,
             Self::RadialBrake(part) => part,
+            Self::Muown(part) => part,
         }
     }
 

@@ -2,9 +2,9 @@
 
 use burn::optim::Optimizer;
 use burn::tensor::{DType, Device, Tensor};
-use distmuon::parts::{AdaMuon, Hyperball, Mars, Namo, NorMuon};
+use distmuon::parts::{AdaMuon, Hyperball, Mars, Muown, Namo, NorMuon};
 use distmuon::{DistMuonConfig, Error, MuonConfig, Result, World, checkpoint};
-use distmuon_testing::combinations::{Net, combinations, routed};
+use distmuon_testing::combinations::{Net, combinations, routed, with_momentum};
 use distmuon_testing::references::random;
 
 use super::{plain, tensor};
@@ -31,6 +31,7 @@ fn checkpoints_without_the_state_of_a_part_are_rejected_by_name() {
         (Namo::new(0.9).into(), "gradient_norm"),
         (Mars::new(0.025).into(), "previous_gradient"),
         (Hyperball::initial().into(), "radius"),
+        (Muown::new().into(), "magnitude"),
     ] {
         let config = MuonConfig::new().with_weight_decay(0.0.into()).with_parts(vec![part]);
         let dist = DistMuonConfig::new().with_muon(routed(config));
@@ -55,8 +56,7 @@ fn skipped_steps_leave_no_trace() {
     let grads = [2, 3].map(|seed| tensor(&random(6, 10, seed)));
     for (name, config) in combinations() {
         // Skipped steps count in schedules.
-        let momentum = config.momentum.clone().with_momentum(0.9.into());
-        let muon = config.with_momentum(momentum).build();
+        let muon = with_momentum(config, 0.9.into()).build();
         let run = |grads: Vec<Tensor<2>>| {
             let (mut value, mut state) = (start.clone(), None);
             for grad in grads {

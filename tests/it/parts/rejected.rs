@@ -1,8 +1,8 @@
 //! Settings and combinations of parts that no run can use.
 
 use distmuon::parts::{
-    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, RadialBrake, RelativeUpdate, Renormalization,
-    RowEquilibration,
+    AdaMuon, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon, RadialBrake,
+    RelativeUpdate, Renormalization, RowEquilibration,
 };
 use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
 
@@ -39,6 +39,26 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((Renormalization::rms(value).into(), "Renormalization.target"));
         invalid.push((Renormalization::frobenius(value).into(), "Renormalization.target"));
     }
+    for value in no_decays {
+        invalid.push((Muown::new().with_betas([value, 0.9]).into(), "Muown.betas"));
+        invalid.push((Muown::new().with_betas([0.9, value]).into(), "Muown.betas"));
+        let mixture = MomentumMixture::new(vec![1.0], vec![1.0], value);
+        invalid.push((mixture.into(), "MomentumMixture.momentum"));
+    }
+    for value in no_sizes {
+        invalid.push((Muown::new().with_epsilon(value).into(), "Muown.epsilon"));
+        invalid.push((Muown::new().with_weight_decay(value).into(), "Muown.weight_decay"));
+        let ages = MomentumMixture::new(vec![1.0, value], vec![0.5; 2], 0.9);
+        invalid.push((ages.into(), "MomentumMixture.ages"));
+        let weights = MomentumMixture::new(vec![1.0, 2.0], vec![0.5, value], 0.9);
+        invalid.push((weights.into(), "MomentumMixture.weights"));
+    }
+    for count in [0, 9] {
+        let mixture = MomentumMixture::new(vec![1.0; count], vec![0.1; count], 0.9);
+        invalid.push((mixture.into(), "MomentumMixture.ages"));
+    }
+    let uneven = MomentumMixture::new(vec![1.0, 2.0], vec![1.0], 0.9);
+    invalid.push((uneven.into(), "MomentumMixture.weights"));
     for value in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
         invalid.push((RadialBrake::new(value, 1.0).into(), "RadialBrake.outward"));
         invalid.push((RadialBrake::new(0.5, value).into(), "RadialBrake.inward"));
@@ -66,6 +86,8 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         (vec![ball.clone(), MaxNorm::new(1.0).into()], "set the norm of the parameter"),
         (vec![MaxNorm::new(1.0).into(), ball.clone()], "set the norm of the parameter"),
         (vec![ball.clone(), RadialBrake::new(0.5, 1.0).into()], "set the norm of the parameter"),
+        (vec![Muown::new().into(), ball.clone()], "set the norm of the parameter"),
+        (vec![MaxNorm::new(1.0).into(), Muown::new().into()], "set the norm of the parameter"),
         (vec![namo.clone(), ball.clone()], "undoes the scale"),
         (vec![namo.clone(), orthogonal.clone()], "undoes the scale"),
         // Parts of other stages are not in between.
@@ -122,6 +144,24 @@ fn decay_that_hyperball_undoes_is_rejected() {
     ] {
         with(decay).try_build().unwrap();
     }
+}
+
+#[test]
+fn a_mixture_replaces_the_momentum_and_muown_the_decay() {
+    let mixture = || plain().with_parts(vec![MomentumMixture::k_maxwell().into()]);
+    for momentum in [Schedule::from(0.9), Schedule::momentum_warmup(0.95, 3)] {
+        let (setting, message) = rejected(&mixture().with_momentum(momentum.into()));
+        let reason = "the mixture is the momentum";
+        assert!(setting == "momentum" && message.contains(reason), "{message}");
+    }
+    mixture().with_momentum(Schedule::constant(0.0).into()).try_build().unwrap();
+
+    let muown = || plain().with_parts(vec![Muown::new().into()]);
+    for decay in [WeightDecay::from(0.1), WeightDecay::Cautious(0.1.into())] {
+        let (setting, message) = rejected(&muown().with_weight_decay(decay));
+        assert!(setting == "weight_decay" && message.contains("Muown::weight_decay"), "{message}");
+    }
+    muown().with_weight_decay(0.0.into()).try_build().unwrap();
 }
 
 #[test]
