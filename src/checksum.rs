@@ -2,12 +2,17 @@
 
 use std::ops::Range;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, TensorData};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// The checksum of the bits of a tensor, on the host: of any NaN, and of the sign of zeros.
 pub(crate) fn of_bits<const D: usize>(tensor: Tensor<D>) -> u64 {
-    xxh3_64(tensor.into_data().as_bytes())
+    of_data(&tensor.into_data())
+}
+
+/// The checksum of the bits of data.
+pub(crate) fn of_data(data: &TensorData) -> u64 {
+    xxh3_64(data.as_bytes())
 }
 
 /// The checksums of the bits of ranges of elements of a tensor, which is read once.

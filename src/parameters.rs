@@ -5,7 +5,7 @@
 use std::any::Any;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -158,6 +158,9 @@ pub(crate) trait Visit {
 
     /// Learns that the gradient of the last parameter is reduced in the backward pass.
     fn visit_reduced(&mut self) {}
+
+    /// Reads a parameter of integers or truth values, given the fields on the way to it.
+    fn visit_other(&mut self, _fields: &[Field], _data: &dyn Fn() -> TensorData) {}
 }
 
 /// Reads the float parameters of a model, in its order.
@@ -277,6 +280,30 @@ fn ensure_none<M: Module>(model: &M, is: fn(Placement) -> bool) -> Result<()> {
     ))
 }
 
+/// A fork of a model for a rank, with buffers of its own.
+///
+/// Burn's clones and forks share the running statistics of layers such as BatchNorm, with the lock
+/// that a map holds: ranks would add up their statistics, and take each other's placeholders for
+/// values.
+pub(crate) fn fork<M: Module>(model: &M, device: &Device) -> M {
+    let mut buffers = Buffers(false);
+    visit(model, &mut buffers);
+    // Burn's evaluation on a plain device updates no statistics.
+    let updates_buffers = buffers.0 && device.is_autodiff();
+    // Both of them make new buffers, and keep what is trained and what is frozen.
+    let own = if updates_buffers { model.valid().train() } else { model.clone() };
+    own.fork(device)
+}
+
+/// `true` if a parameter has a value that no gradient is asked for.
+struct Buffers(bool);
+
+impl Visit for Buffers {
+    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        self.0 |= param.is_initialized() && !param.val().is_require_grad();
+    }
+}
+
 /// The model of a rank that gets the values of the first one: parameters that are not initialised
 /// yet are zeros, and no random numbers are drawn for them.
 pub(crate) fn undrawn<M: Module>(model: M, is_first: bool) -> M {
@@ -363,6 +390,14 @@ impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.visit.visit(&self.fields, param);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.visit.visit_other(&self.fields, &|| param.val().into_data());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.visit.visit_other(&self.fields, &|| param.val().into_data());
     }
 }
 

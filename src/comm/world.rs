@@ -208,7 +208,7 @@ impl World {
     {
         let devices: Vec<Device> = devices.into_iter().collect();
         // Modules need not be `Sync`: this thread makes a fork for every rank.
-        let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
+        let fork = |device: &Device| Mutex::new(Some(parameters::fork(&model, device)));
         let forks: Vec<_> = devices.iter().map(fork).collect();
         // The model's values would otherwise stay in memory as long as the ranks run.
         drop(model);

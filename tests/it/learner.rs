@@ -10,7 +10,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::relu};
 use burn::train::metric::store::EventStoreClient;
@@ -47,6 +47,7 @@ struct Net {
     up: Linear,
     hidden: Linear,
     head: Linear,
+    norm: Option<BatchNorm>,
     #[module(skip)]
     logits: LearnerLogits,
 }
@@ -55,7 +56,7 @@ impl Net {
     fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         let [up, hidden, head] = [linear(3, 8), linear(8, 8), linear(8, 2)];
-        let net = Self { up, hidden, head, logits: LearnerLogits::new() };
+        let net = Self { up, hidden, head, norm: None, logits: LearnerLogits::new() };
         net.map(&mut Fixed::new(3))
     }
 
@@ -67,6 +68,10 @@ impl Net {
         let batch = up.dims()[0];
         let heads = up.clone().reshape([batch, 2, 4]).swap_dims(0, 1).reshape([2, 4 * batch]);
         self.logits.report("", heads.max_dim(1).reshape([2]));
+        let up = match &self.norm {
+            Some(norm) => norm.forward(up),
+            None => up,
+        };
         let hidden = relu(self.hidden.forward(relu(up)));
         let output = self.head.forward(hidden);
         let loss = (output.clone() - targets.clone()).square().mean();
@@ -472,6 +477,29 @@ fn ranks_that_are_processes_train_as_threads() {
         let saved = std::fs::read_dir(folder.path().join("1/checkpoint"));
         assert_eq!(saved.map_or(0, Iterator::count), 0, "rank 1 saves nothing");
     }
+}
+
+/// Each rank has running statistics of its own, as in processes.
+#[test]
+fn threads_train_batch_norm_as_processes_do() {
+    let net = || {
+        let norm = Some(BatchNormConfig::new(8).init(&device()));
+        Net { norm, ..Net::new(&device()) }
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let threads = launch_with(net(), folder.path(), &Setup::default(), on_ranks(2));
+    assert!(threads.error.is_none(), "{:?}", threads.error);
+    let processes = World::threads(vec![device(); 2], |world| {
+        let folder = folder.path().join(world.rank().to_string());
+        let strategy = DistMuonStrategy::on(&world, DistMuonConfig::new());
+        let setup = Setup { checkpoints: world.is_main(), ..Setup::default() };
+        let result = launch_with(net(), &folder, &setup, strategy.into());
+        assert!(result.error.is_none(), "{:?}", result.error);
+        Ok::<_, Error>(result.model.weights())
+    });
+    let expected = &processes.unwrap()[0];
+    assert!(threads.model.weights() == *expected || !is_flex());
+    assert!(*expected != net().weights(), "it trains");
 }
 
 #[test]

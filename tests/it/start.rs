@@ -5,11 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use burn::module::RunningState;
 use burn::module::{Module, Param, ParamGroup, ParamId};
-use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
-use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
+use burn::tensor::{Bool, Bytes, DType, Device, Distribution, Int, Shape, Tensor};
 use distmuon::distributed::{Axis, GradDtype, Layout, LossScaleConfig, Mesh, Place};
 use distmuon::{DistMuonConfig, Error, Result, World};
 use distmuon_testing::device::has_type;
@@ -78,6 +79,106 @@ fn the_values_of_rank_0_replace_those_of_other_ranks() {
         });
         for (rank, values) in values.unwrap().iter().enumerate() {
             assert!(*values == expected, "{name}, rank {rank}");
+        }
+    }
+}
+
+/// With parameters that no optimizer trains.
+#[derive(Module, Debug)]
+struct WithBuffers {
+    linear: Linear,
+    norm: BatchNorm,
+    frozen: Param<Tensor<1>>,
+    counts: Param<Tensor<1, Int>>,
+    mask: Param<Tensor<1, Bool>>,
+}
+
+impl WithBuffers {
+    fn new(device: &Device) -> Self {
+        let frozen = Tensor::zeros([3], device);
+        let counts = Tensor::<1, Int>::zeros([3], device);
+        let mask = counts.clone().equal_elem(0);
+        Self {
+            linear: LinearConfig::new(WIDTH, WIDTH).init(device),
+            norm: BatchNormConfig::new(WIDTH).init(device),
+            frozen: Param::from_tensor(frozen).set_require_grad(false),
+            counts: Param::initialized(ParamId::new(), counts),
+            mask: Param::initialized(ParamId::new(), mask),
+        }
+        .map(&mut Fixed::new(1))
+    }
+
+    fn running_mean(&self) -> Vec<f32> {
+        self.norm.running_mean.value_sync().into_data().iter().collect()
+    }
+}
+
+/// Burn's clones and forks share them.
+#[test]
+fn ranks_that_are_threads_have_running_statistics_of_their_own() {
+    let device = || Device::default().autodiff();
+    for (name, layout) in PLACEMENTS {
+        let model = WithBuffers::new(&device());
+        let before = model.running_mean();
+        let run = World::threads_with(vec![device(); 2], model.clone(), |world, model| {
+            let (model, _) = DistMuonConfig::new().start(layout(&world), model)?;
+            for _ in 0..3 {
+                let of_rank = Distribution::Normal(10.0 * world.rank() as f64, 1.0);
+                model.norm.forward(Tensor::<2>::random([8, WIDTH], of_rank, world.device()));
+            }
+            let is_trained = [&model.linear.weight].map(|param| param.is_require_grad());
+            assert!(is_trained[0] || name == "owned");
+            assert!(!model.frozen.is_require_grad(), "{name}");
+            Ok::<_, Error>(model.running_mean())
+        });
+        let means = run.unwrap().into_iter().map(|means| means.iter().sum::<f32>());
+        let means: Vec<f32> = means.map(|sum| sum / WIDTH as f32).collect();
+        // 3 updates with a momentum of 0.1 towards means of 0 and 10, from a value below 1.
+        assert!(means[0].abs() < 1.5 && (2.0..5.0).contains(&means[1]), "{name}: {means:?}");
+        assert_eq!(model.running_mean(), before, "{name}: the ranks have forks");
+    }
+}
+
+#[test]
+fn values_that_are_never_trained_have_to_be_the_same_on_all_ranks() {
+    type Change = fn(&mut WithBuffers, i64);
+    let changes: [(&str, Change, bool); 4] = [
+        ("counts", |model, rank| model.counts = model.counts.clone().map(|x| x + rank), false),
+        (
+            "mask",
+            |model, rank| {
+                model.mask = model.mask.clone().map(|x| if rank == 0 { x } else { x.bool_not() })
+            },
+            false,
+        ),
+        ("frozen", |model, rank| model.frozen = model.frozen.clone().map(|x| x + rank), true),
+        (
+            "norm.running_mean",
+            |model, rank| {
+                model.norm.running_mean =
+                    RunningState::new(Tensor::full([WIDTH], rank, &model.frozen.val().device()));
+            },
+            true,
+        ),
+    ];
+    for (path, change, is_copied) in changes {
+        let model = |world: &World| {
+            let mut model = WithBuffers::new(world.device());
+            change(&mut model, world.rank() as i64);
+            model
+        };
+        let error =
+            World::launch(2, |world| DistMuonConfig::new().init(&world, &model(&world)).map(drop));
+        let error = error.unwrap_err();
+        assert!(
+            matches!(&error, Error::ModelsDiffer { parameter, .. } if parameter == path),
+            "{path}: {error}"
+        );
+        let started =
+            World::launch(2, |world| DistMuonConfig::new().start(&world, model(&world)).map(drop));
+        match started {
+            Ok(_) => assert!(is_copied, "{path}"),
+            Err(error) => assert!(!is_copied && error.to_string().contains(path), "{error}"),
         }
     }
 }
@@ -302,4 +403,94 @@ fn parameters_of_a_divided_model_are_counted_once() {
         Ok::<_, Error>(())
     })
     .unwrap();
+}
+
+/// A matrix, a small one, a long vector, and a frozen matrix.
+#[derive(Module, Debug)]
+struct Placed {
+    weight: Param<Tensor<2>>,
+    small: Param<Tensor<2>>,
+    long: Param<Tensor<1>>,
+    frozen: Param<Tensor<2>>,
+}
+
+impl Placed {
+    fn new(device: &Device, width: usize) -> Self {
+        let matrix = |width| Param::from_tensor(Tensor::ones([width, width], device));
+        Self {
+            weight: matrix(width),
+            small: matrix(4),
+            long: Param::from_tensor(Tensor::ones([2048], device)),
+            frozen: matrix(width).set_require_grad(false),
+        }
+    }
+}
+
+#[test]
+fn the_last_place_that_matches_decides_whatever_the_size() {
+    let owned = |elements: usize| Some(vec![elements, 0]);
+    let of = |set: fn(Layout) -> Layout| {
+        let parts = World::launch(2, |world| {
+            let layout = set(Layout::from(&world).owned("dp"));
+            let table = layout.table(&Placed::new(world.device(), WIDTH))?;
+            let paths = ["weight", "small", "long", "frozen"];
+            // The parts of what is divided.
+            Ok::<_, Error>(paths.map(|path| table.parts(path)))
+        });
+        parts.unwrap()
+    };
+    let matrix = WIDTH * WIDTH;
+    // Small, one-dimensional and frozen parameters stay.
+    let plain = of(|layout| layout);
+    assert_eq!(plain, [owned(matrix), None, None, None]);
+    let replicated = |layout: Layout| {
+        layout.with_place(Place::owned("weight")).with_place(Place::replicated("weight"))
+    };
+    assert_eq!(of(replicated)[0], None);
+    let all = |layout: Layout| {
+        layout.with_place(Place::replicated("")).with_place(Place::owned("weight|small|frozen"))
+    };
+    let [weight, small, long, frozen] = of(all);
+    assert_eq!(long, None);
+    for (parts, elements) in [(weight, matrix), (small, 16), (frozen, matrix)] {
+        let parts = parts.expect("the model has it");
+        // A matrix has one owner; a frozen one needs none, and is divided by rows.
+        assert!(parts.iter().all(|part| *part < elements) || parts.contains(&0), "{parts:?}");
+        assert_eq!(parts.iter().sum::<usize>(), elements, "{parts:?}");
+    }
+}
+
+#[test]
+fn models_of_other_shapes_are_neither_averaged_nor_sent() {
+    let averaged = World::launch(2, |world| {
+        let layout = Layout::from(&world);
+        let [narrow, wide] = [32, 64].map(|width| Placed::new(world.device(), width));
+        layout.average(narrow, &wide, 0.5).map(drop)
+    });
+    let error = averaged.unwrap_err();
+    assert!(matches!(error, Error::Parameter { .. }), "{error:?}");
+    assert!(error.to_string().contains("`weight`"), "{error}");
+
+    let sent = World::launch(2, |world| {
+        let width = [32, 64][world.rank()];
+        world.broadcast(Placed::new(world.device(), width)).map(drop)
+    });
+    assert!(matches!(sent.unwrap_err(), Error::Mismatch { .. }));
+}
+
+#[test]
+fn a_function_of_elements_reaches_frozen_parameters() {
+    let sums = World::launch(2, |world| {
+        let layout = Layout::from(&world).owned("dp");
+        let model = layout.shard(Placed::new(world.device(), WIDTH))?;
+        let model = layout.map_elements(model, |_, values| values * 3.0);
+        let whole = layout.unshard(&model)?;
+        let sum = |tensor: Tensor<1>| tensor.sum().into_scalar::<f32>();
+        let matrices = [&whole.weight, &whole.small, &whole.frozen];
+        let matrices = matrices.map(|matrix| sum(matrix.val().inner().reshape([-1])));
+        assert!(!model.frozen.is_require_grad());
+        Ok::<_, Error>((matrices, sum(whole.long.val().inner())))
+    });
+    let matrix = 3.0 * (WIDTH * WIDTH) as f32;
+    assert_eq!(sums.unwrap(), ([matrix, 48.0, matrix], 3.0 * 2048.0));
 }

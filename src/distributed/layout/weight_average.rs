@@ -14,7 +14,8 @@ use crate::parameters::{self, Field, Visit, in_place_of};
 impl Layout {
     /// Returns the average with the values of a model added to it: of every float parameter
     /// `decay A + (1 - decay) P`, computed at least in float32. Starts with a clone of the model,
-    /// and is used like the model. Sends nothing.
+    /// and is used like the model. Sends nothing, and is called by all ranks, as
+    /// [`map_elements`](Self::map_elements).
     ///
     /// Two calls make the tail average of modded-nanogpt's third track
     /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): late in the

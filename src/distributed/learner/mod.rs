@@ -169,8 +169,9 @@ impl DistMuonStrategy {
     }
 
     /// Sets the layout of the model, from a function that every rank calls with its world. Where
-    /// parameters are divided and a checkpointer saves, all ranks hold the whole model at the end
-    /// of every epoch, because Burn's checkpointers accept whole records only.
+    /// parameters are divided, all ranks hold the whole model before the first step and after the
+    /// last one, and, if a checkpointer saves, at the end of every epoch: Burn's checkpointers
+    /// accept whole records only.
     ///
     /// ```
     /// use burn::tensor::Device;

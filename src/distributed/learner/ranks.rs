@@ -10,6 +10,7 @@ use burn::train::{Learner, LearnerModel, TrainLoader, ValidLoader};
 use super::training_loop::Loaders;
 use crate::comm::World;
 use crate::error::Error;
+use crate::parameters;
 
 /// The ranks of a training.
 #[derive(Clone, Debug)]
@@ -84,7 +85,7 @@ impl<M: LearnerModel> RankInputs<M> {
             let inner = device.clone().inner();
             Mutex::new(Some(Self {
                 learner: learner.clone(),
-                model: model.clone().fork(&device),
+                model: parameters::fork(&model, &device),
                 loaders: Loaders {
                     train: train.slice(rank * items, (rank + 1) * items).to_device(&device),
                     valid: validated.to_device(&inner),

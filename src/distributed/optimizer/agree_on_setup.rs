@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, TensorData};
 
 use crate::checksum;
 use crate::comm::{World, exchanges};
@@ -158,7 +158,8 @@ pub fn ensure_followed(
     Ok(())
 }
 
-/// The paths and checksums of the parameters that every rank has, of the bits of their values.
+/// The paths and checksums of the parameters that every rank has, of the bits of their values. No
+/// layout divides integers.
 fn checksums<M: Module>(model: &M) -> Vec<(String, u64)> {
     let found = parameters::of(model).into_iter().filter(|found| !found.placement.is_owned());
     let mut sums = Checksums { replicated: found.map(|found| found.path).collect(), sums: vec![] };
@@ -177,5 +178,9 @@ impl Visit for Checksums {
         if self.replicated.contains(&path) {
             self.sums.push((path, checksum::of_bits(param.val().inner())));
         }
+    }
+
+    fn visit_other(&mut self, fields: &[Field], data: &dyn Fn() -> TensorData) {
+        self.sums.push((parameters::path(fields), checksum::of_data(&data())));
     }
 }

@@ -83,7 +83,9 @@ use undeclared_partial_gradients::ComparedGradients;
 /// A step takes the model and returns it only after all parameters were updated: if a rank fails
 /// before its last bucket is gathered, no rank returns a model. To keep the old model, clone it
 /// before the step, which takes the memory of a second model. In one case the ranks differ: if a
-/// rank fails after it has sent its last shard, the other ranks finish the step. After a failure,
+/// rank fails after it has sent its last shard, the other ranks finish the step. With
+/// [`Publish::AtFirstUse`](crate::distributed::Publish::AtFirstUse), a step also returns a model
+/// whose new parameters are on their way, and a failure comes with the next call. After a failure,
 /// the optimizer's states are from an incomplete step: load a checkpoint.
 ///
 /// On an engine whose results arrive asynchronously on the device (`nccl`), a step returns before
