@@ -89,13 +89,15 @@ impl Rows {
         let along = context.known.matrices.along_output();
         let values = context.read(&context.known.old);
         let norms = norms_along(values.clone(), along);
-        let stored = |slot| {
-            let stored = state.get(slot).clone().cast(context.dtype).reshape(norms.dims());
-            // Before the first step, both are the norms of the rows.
-            let is_first = stored.clone().equal_elem(0.0);
-            stored.mask_where(is_first, norms.clone())
-        };
-        let [magnitudes, direction_norms] = [MAGNITUDE, DIRECTION_NORM].map(stored);
+        let stored = |slot| state.get(slot).clone().cast(context.dtype).reshape(norms.dims());
+        // The sign of the stored magnitude, with the size of the row as it is: a clip of attention,
+        // or the user, may have changed the row since the last step.
+        let is_negative = stored(MAGNITUDE).lower_elem(0.0);
+        let magnitudes = norms.clone().mask_where(is_negative, norms.clone().neg());
+        // Before the first step, both are the norms of the rows.
+        let direction_norms = stored(DIRECTION_NORM);
+        let is_first = direction_norms.clone().equal_elem(0.0);
+        let direction_norms = direction_norms.mask_where(is_first, norms);
         let units = values / or_one(magnitudes.clone());
         Self { along, units, magnitudes, direction_norms }
     }

@@ -1,7 +1,10 @@
 //! Parts on the parameter, and weight decay.
 
-use distmuon::parts::{Hyperball, MaxNorm, RadialBrake, RelativeUpdate};
-use distmuon::{MuonConfig, Part, Schedule, WeightDecay};
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Distribution, Int, Tensor, s};
+use distmuon::parts::{Hyperball, MaxNorm, Muown, RadialBrake, RelativeUpdate};
+use distmuon::{MatrixLayout, MuonConfig, Part, RoutingRule, Schedule, WeightDecay};
 use distmuon_testing::references::random;
 use faer::Mat;
 
@@ -87,6 +90,48 @@ fn the_radial_brake_keeps_a_fraction_of_the_change_of_the_norm() {
                 let kept = if change > 0.0 { outward } else { inward };
                 resized(&moved, before + kept * change)
             });
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct One {
+    weight: Param<Tensor<2>>,
+}
+
+/// As by a clip of attention. A row of zeros has no direction.
+#[test]
+fn muown_takes_the_norms_of_rows_as_they_are() {
+    const LR: f64 = 1e-3;
+    let device = Device::default().autodiff();
+    for (layout, dimension) in [(MatrixLayout::OutIn, 1), (MatrixLayout::InOut, 0)] {
+        let config = plain().with_parts(vec![Muown::new().into()]).with_weight_decay(0.0.into());
+        let config = config.with_layout(layout).with_rule(RoutingRule::muon("weight"));
+        let values = || Tensor::<2>::random([6, 6], Distribution::Normal(0.0, 1.0), &device);
+        let is_last = Tensor::<1, Int>::arange(0..6, &device).equal_elem(5);
+        let is_last = is_last.unsqueeze_dim::<2>(dimension).expand([6, 6]);
+        let weight = values().mask_fill(is_last, 0.0);
+        let mut one = One { weight: Param::from_tensor(weight) };
+        let mut optim = config.init(&one);
+        let norms = |one: &One| {
+            let weight = one.weight.val().inner();
+            weight.square().sum_dim(dimension).sqrt().reshape([6])
+        };
+        for factor in [1.0, 2.0, 0.5, 1.0] {
+            let scaled = |weight: Tensor<2>| {
+                Tensor::from_inner(weight.inner().mul_scalar(factor)).require_grad()
+            };
+            one.weight = one.weight.map(scaled);
+            let before = norms(&one);
+            let mut gradients = GradientsParams::new();
+            gradients.register(one.weight.id, values().inner());
+            one = optim.step(LR, one, gradients);
+            let after = norms(&one);
+            // A step of Adam is at most a few times the learning rate.
+            let change = (after.clone() - before).abs().max().into_scalar::<f32>();
+            assert!(change > 0.0 && change < 10.0 * LR as f32, "{layout:?}, {factor}: {change}");
+            let last = after.slice(s![5..6]).into_scalar::<f32>();
+            assert_eq!(last, 0.0, "{layout:?}");
         }
     }
 }
