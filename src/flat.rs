@@ -126,6 +126,14 @@ pub fn zeros(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
     }
 }
 
+/// A function of each element of a tensor. There may be none, for the reason of [`zeros`].
+pub fn mapped<const D: usize>(
+    tensor: Tensor<D>,
+    function: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    if tensor.shape().num_elements() == 0 { tensor } else { function(tensor) }
+}
+
 /// A tensor without elements. No kernel writes it.
 pub fn empty(dtype: DType, device: &Device) -> Tensor<1> {
     Tensor::empty([0], (device, dtype))

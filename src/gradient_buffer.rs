@@ -9,7 +9,7 @@ use burn::tensor::{DType, Tensor};
 
 use crate::checks::ensure_gradient_matches;
 use crate::error::{Error, Result};
-use crate::flat::bytes;
+use crate::flat::{self, bytes};
 use crate::parameters::{self, Field, Visit};
 use crate::update::{ONLY_RANK, is_half};
 
@@ -173,7 +173,7 @@ impl Visit for Add<'_> {
         let gradient = gradient.cast(wide);
         // Moved out above, so that the sum is the only reference and is added to in place.
         let sum = match sum {
-            Some(sum) => sum + gradient,
+            Some(sum) => flat::mapped(sum, |sum| sum + gradient),
             None => {
                 self.buffer.bytes += bytes(&gradient);
                 gradient
@@ -208,7 +208,8 @@ impl Visit for Mean {
             return; // as in `Add`
         }
         if let Some(sum) = self.sums.remove::<D>(param.id) {
-            self.sums.register(param.id, sum.div_scalar(self.count));
+            let mean = flat::mapped(sum, |sum| sum.div_scalar(self.count));
+            self.sums.register(param.id, mean);
         }
     }
 }

@@ -400,7 +400,10 @@ impl<'a> StepInProgress<'a> {
             || shard.bucket.placement.reduces_in_backward();
         let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| {
             let factor = self.divided.of_model(index).gradient_factor;
-            if is_mean && factor != 1.0 { gradient.mul_scalar(factor) } else { gradient }
+            match is_mean && factor != 1.0 {
+                true => flat::mapped(gradient, |gradient| gradient.mul_scalar(factor)),
+                false => gradient,
+            }
         };
         // Scaled before the norms and flags: a factor may make a gradient infinite.
         shard.parameters().zip(gradients).map(scaled).collect()

@@ -19,7 +19,7 @@ use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
 use crate::distributed::layout::pass_calls::Event;
 use crate::error::Result;
-use crate::flat::bytes;
+use crate::flat::{self, bytes};
 use crate::parameters::Placement;
 
 impl Passes {
@@ -195,8 +195,9 @@ impl Passes {
     /// Keeps this rank's shard of a mean until the pass ends.
     fn keep_mean(&self, state: &mut PassState, of: GradientOf, sum: Tensor<1>) {
         let GradientOf { index, leaf } = of;
-        // By all ranks, also where a sum was taken in two stages.
-        let mean = sum.div_scalar(self.parameters[index].counts().ranks() as f64);
+        // By all ranks, also where a sum was taken in two stages. A rank may have no part of it.
+        let ranks = self.parameters[index].counts().ranks() as f64;
+        let mean = flat::mapped(sum, |sum| sum.div_scalar(ranks));
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         // A value may be reduced more than once in a pass, if it was used again after its last

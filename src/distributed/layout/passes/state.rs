@@ -14,7 +14,7 @@ use crate::distributed::layout::identity::Values;
 use crate::distributed::layout::pass_calls::Events;
 use crate::distributed::layout::predicted_uses::{Successors, UseOrder};
 use crate::error::Error;
-use crate::flat::bytes;
+use crate::flat::{self, bytes};
 
 /// A collective that was started and is not finished.
 #[derive(Debug)]
@@ -418,7 +418,7 @@ impl PassState {
 /// A sum, in the order in which Burn adds the gradients of several uses.
 pub fn added(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
     match sum {
-        Some(sum) => sum + more,
+        Some(sum) => flat::mapped(sum, |sum| sum + more),
         None => more,
     }
 }
