@@ -18,7 +18,7 @@ use distmuon::{Error, GradientBuffer, MuonConfig, Result, RoutingRule};
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
 use distmuon_testing::watched::{watched, with_counted_values};
-use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::worlds::{Case, cases};
 
 use crate::cuts::{Cutting, product, slices};
 use crate::owned::rejections::assert_failures_stop_all_ranks;
@@ -320,13 +320,9 @@ fn a_rank_holds_one_parameter_that_it_leaves_out_until_the_backward_pass() {
     }
 }
 
-/// Returns `true` if an error says that the ranks have made different calls. NCCL's test library
-/// may see it before the ranks compare them: in the calls, or in the bytes of a part. It blames the
-/// other rank where that one has seen it first.
+/// Returns `true` if an error says that the ranks have made different calls.
 fn is_of_different_calls(error: &str) -> bool {
-    let reasons = ["invalid usage", "remote process exited"];
-    let is_of_library = || reasons.iter().any(|reason| error.contains(reason));
-    error.contains("the ranks disagree") || (worlds::name() == "nccl" && is_of_library())
+    error.contains("the ranks disagree")
 }
 
 /// The same or an error, where ranks leave different layers out.

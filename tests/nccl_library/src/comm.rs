@@ -280,18 +280,26 @@ impl Comm {
         self.head().calls[self.rank].store(call, Ordering::SeqCst);
     }
 
-    /// Ends the communicator unless all ranks make the same call, after the first barrier.
-    fn compare(&self, call: u64, Operation { kind, count, .. }: &Operation) -> Result<(), ()> {
-        let other =
-            (0..self.size).find(|rank| self.head().calls[*rank].load(Ordering::SeqCst) != call);
-        if let Some(other) = other {
-            let rank = self.rank;
-            let text =
-                format!("rank {rank} calls {kind:?} of {count}, rank {other} something else");
-            self.end(Code::InvalidUsage, text);
-            return Err(());
+    /// Compares the ranks' calls, after the first barrier. Ranks that make different calls wait for
+    /// ever, as with NCCL, which compares nothing.
+    fn compare(&self, call: u64) -> Result<(), ()> {
+        let is_same = |rank: usize| self.head().calls[rank].load(Ordering::SeqCst) == call;
+        if (0..self.size).all(is_same) {
+            return Ok(());
         }
-        Ok(())
+        self.await_end();
+        Err(())
+    }
+
+    /// Waits until a rank ends the communicator.
+    fn await_end(&self) {
+        loop {
+            let seen = self.changes();
+            if self.head().ended.load(Ordering::SeqCst) != 0 {
+                return;
+            }
+            self.await_change(seen);
+        }
     }
 
     fn collective(&self, operation: &Operation) -> Result<(), ()> {
@@ -301,7 +309,7 @@ impl Comm {
         self.describe(call);
         if count == 0 {
             self.barrier()?;
-            self.compare(call, operation)?;
+            self.compare(call)?;
             return self.barrier();
         }
         let (rank, size) = (self.rank, self.size);
@@ -324,7 +332,7 @@ impl Comm {
             }
             self.barrier()?;
             if offset == 0 {
-                self.compare(call, operation)?;
+                self.compare(call)?;
             }
             // SAFETY: every slot holds the chunks of its rank, the target has space for the result,
             // and slots and steps are aligned to eight bytes.
@@ -423,9 +431,7 @@ impl Comm {
         }
         let announced = mailbox.total.load(Ordering::SeqCst) as usize;
         if announced != bytes {
-            let (from, rank) = (part.peer, self.rank);
-            let text = format!("rank {from} sends {announced} bytes, rank {rank} expects {bytes}");
-            self.end(Code::InvalidUsage, text);
+            self.await_end();
             return Err(());
         }
         // SAFETY: the target has space for the part. The mailbox holds a chunk, and is filled: the
