@@ -56,6 +56,11 @@ impl Rows {
         self.len() == 0
     }
 
+    /// Returns all elements of a joined buffer as one row.
+    fn joined(&self, elements: usize) -> Self {
+        Self { handle: self.handle.clone(), count: 1, elements }
+    }
+
     /// Checks that the device supports a type, and that the buffer has room for the elements.
     pub(super) fn check(
         &self,
@@ -93,10 +98,7 @@ impl Joined {
         let checked = |values: &Rows| values.check(client, "the parameter", dtype);
         match self {
             Self(false) => values.try_for_each(checked),
-            Self(true) => values.next().map_or(Ok(()), |values| {
-                let handle = values.handle.clone();
-                checked(&Rows { handle, count: 1, elements })
-            }),
+            Self(true) => values.next().map_or(Ok(()), |values| checked(&values.joined(elements))),
         }
     }
 
@@ -113,10 +115,7 @@ impl Joined {
     {
         let one = |values: &Rows| match self {
             Self(false) => values.vectors(vector_size),
-            // SAFETY: `check` has found room for the elements.
-            Self(true) => unsafe {
-                BufferArg::from_raw_parts(values.handle.clone(), elements / vector_size)
-            },
+            Self(true) => values.joined(elements).vectors(vector_size),
         };
         values.take(if self.0 { 1 } else { usize::MAX }).map(one).collect()
     }

@@ -41,48 +41,35 @@ pub(crate) fn check(
             "zero, since the mixture is the momentum",
         ));
     }
-    let sets_norm =
-        |part: &&Part| matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_) | Part::Hyperball(_));
-    if parts.iter().any(|part| matches!(part, Part::Muown(_))) {
-        if let Some(other) = parts.iter().find(sets_norm) {
-            return together(
-                format!("Muown with {other}"),
-                "only one of them, since both set the norm of the parameter",
-            );
-        }
-        if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
-            return Err(Error::setting(
-                "weight_decay",
-                format!("{weight_decay:?} with Muown"),
-                "zero, since Muown decays the magnitudes alone (set `Muown::weight_decay`)",
-            ));
-        }
-    }
-    // The rest is about the one part that fixes the norm of parameters.
-    if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
+    // The rest is about a part that fixes the norms of parameters.
+    let fixes_norm = |part: &&Part| matches!(part, Part::Muown(_) | Part::Hyperball(_));
+    let Some(fixing) = parts.iter().find(fixes_norm) else {
         return Ok(());
-    }
-    let sets_norm = |part: &&Part| matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
-    if let Some(other) = parts.iter().find(sets_norm) {
+    };
+    let sets_norm =
+        |part: &&Part| fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
+    if let Some(other) = parts.iter().filter(sets_norm).find(|part| !std::ptr::eq(*part, fixing)) {
         return together(
-            format!("hyperball with {other}"),
+            format!("{fixing} with {other}"),
             "only one of them, since both set the norm of the parameter",
         );
     }
-    match weight_decay {
-        WeightDecay::Decoupled(rate)
-        | WeightDecay::Independent(rate)
-        | WeightDecay::SquaredRate(rate)
-            if rate.extremes().any(|rate| rate != 0.0) =>
-        {
-            Err(Error::setting(
-                "weight_decay",
-                format!("{weight_decay:?} with hyperball"),
-                "zero, since hyperball restores the norm that decay makes smaller",
-            ))
+    use WeightDecay::{Decoupled, Independent, SquaredRate};
+    let expected = match (fixing, weight_decay) {
+        (Part::Muown(_), _) => {
+            "zero, since Muown decays the magnitudes alone (set `Muown::weight_decay`)"
         }
-        _ => Ok(()),
+        (_, Decoupled(_) | Independent(_) | SquaredRate(_)) => {
+            "zero, since hyperball restores the norm that decay makes smaller"
+        }
+        // The other kinds also turn the parameter.
+        _ => return Ok(()),
+    };
+    if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
+        let value = format!("{weight_decay:?} with {fixing}");
+        return Err(Error::setting("weight_decay", value, expected));
     }
+    Ok(())
 }
 
 /// The first part of a kind that is listed before: both would store their state under one name.
