@@ -9,9 +9,9 @@ use std::time::Duration;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
-use burn::module::Module;
+use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
-use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::optim::{AdamWConfig, ModuleOptimizer, MuonConfig as BurnMuonConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::relu};
 use burn::train::metric::store::EventStoreClient;
 use burn::train::metric::{LearningRateMetric, LossMetric};
@@ -704,10 +704,14 @@ fn moments_of_burns_adamw_continue_in_a_learner() {
     }
 }
 
-/// Optimizers whose states of matrices Muon can't continue from: Burn's AdamW, and other rules.
-fn others() -> [fn(&Net) -> ModuleOptimizer; 2] {
+/// Optimizers whose states of matrices Muon can't continue from: Burn's, and other rules.
+fn others() -> [fn(&Net) -> ModuleOptimizer; 3] {
     [
         |_| AdamWConfig::new().init(),
+        |_| {
+            let matrices = ParamGroup::from_paths(vec!["hidden.weight"]);
+            AdamWConfig::new().init().with_group(matrices, BurnMuonConfig::new().build(), None)
+        },
         |net| MuonConfig::new().with_rule(RoutingRule::adamw(".")).init(net),
     ]
 }

@@ -299,6 +299,41 @@ fn the_module_optimizer_is_bit_equal_to_the_per_parameter_rule() {
     assert_eq!(bits(&linear.weight.val().inner()), bits(&expected));
 }
 
+/// A program that collects gradients in two parts takes two steps.
+#[test]
+fn two_steps_with_parts_of_the_gradients_are_one_with_all() {
+    let loss = |net: &Net| {
+        let tokens = Tensor::<2, Int>::from_data([[1, 5, 3]], &device());
+        let x = net.embedding.forward(tokens);
+        let x = net.layers.iter().fold(x, |x, layer| layer.down.forward(layer.up.forward(x)));
+        net.head.forward(x).square().mean().backward()
+    };
+    let whole = |net: &Net| vec![GradientsParams::from_grads(loss(net), net)];
+    let parts = |net: &Net| {
+        let mut gradients = loss(net);
+        let ids = [net.head.weight.id, net.layers[0].up.weight.id];
+        let first = GradientsParams::from_params(&mut gradients, net, &ids);
+        vec![first, GradientsParams::from_module(&mut gradients, net)]
+    };
+    let net = Net::new(&device());
+    let train = |collect: &dyn Fn(&Net) -> Vec<GradientsParams>, is_batched: bool| {
+        let mut optim = MuonConfig::new().init(&net);
+        let mut batched = MuonConfig::new().init_batched(&net).unwrap();
+        let trained = (0..3).fold(net.clone(), |net, _| {
+            collect(&net).into_iter().fold(net, |net, gradients| match is_batched {
+                true => batched.step(0.01, net, gradients).unwrap(),
+                false => optim.step(0.01, net, gradients),
+            })
+        });
+        values(&trained)
+    };
+    for is_batched in [false, true] {
+        let expected = train(&whole, is_batched);
+        assert!(expected != values(&net));
+        assert!(train(&parts, is_batched) == expected, "{is_batched}");
+    }
+}
+
 #[test]
 fn gradients_of_another_shape_are_rejected() {
     let net = Net::new(&device());
