@@ -114,7 +114,7 @@ impl fmt::Display for ParameterRole {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum FirstLinear {
-    /// AdamW for up to four inputs, and Muon for more. Networks of 2 to 32 inputs were measured:
+    /// AdamW for up to eight inputs, and Muon for more. Networks of 2 to 32 inputs were measured:
     /// see `docs/guide/excluding.md`.
     #[default]
     Auto,

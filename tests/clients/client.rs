@@ -14,8 +14,8 @@ use burn::optim::{
 use burn::tensor::Device;
 use distmuon::distributed::Gradients;
 use distmuon::{
-    AdamWConfig, DistModuleOptimizer, DistMuonConfig, MuonConfig, ParameterRole, Schedule, World,
-    checkpoint,
+    AdamWConfig, DistModuleOptimizer, DistMuonConfig, MuonConfig, ParameterRole, RoutingRule,
+    Schedule, World, checkpoint,
 };
 use distmuon_testing::models::values;
 
@@ -36,6 +36,12 @@ pub trait Client {
     /// The loss for items that were not trained on.
     fn loss(model: &Self::Model, items: Items) -> f32;
 
+    /// Rules that take the parts of a fused projection as matrices of their own. No test has them:
+    /// `blocks` compares the losses.
+    fn blocks() -> Vec<RoutingRule> {
+        vec![]
+    }
+
     /// The optimizers of the parameters, by default without a rule.
     fn roles(model: &Self::Model) -> String {
         crate::roles(&MuonConfig::new(), model)
@@ -55,6 +61,7 @@ pub struct Entry {
     pub train_on_ranks: fn(&Run, usize) -> Vec<Vec<f32>>,
     /// Trains, and returns the loss for other items.
     pub loss: fn(&Run) -> f32,
+    pub blocks: fn() -> Vec<RoutingRule>,
 }
 
 pub fn entry<C: Client>() -> Entry {
@@ -68,6 +75,7 @@ pub fn entry<C: Client>() -> Entry {
             let device = device().inner();
             C::loss(&trained::<C>(run).valid(), Items { indices: OTHERS.collect(), device })
         },
+        blocks: C::blocks,
     }
 }
 
@@ -160,6 +168,8 @@ pub struct Run {
     /// The highest learning rate.
     pub rate: f64,
     pub choice: Choice,
+    /// Rules for distmuon that are added to the program's.
+    pub rules: Vec<RoutingRule>,
     /// The ranks that train together, if there are several.
     pub world: Option<World>,
 }
@@ -197,6 +207,7 @@ impl Run {
     /// Burn's optimizer of a model, by the settings of a program.
     pub fn optimizer<M: Module>(&self, settings: &Settings, model: &M) -> ModuleOptimizer {
         let Settings { dist_muon, burn_muon, burn_adamw } = settings;
+        let dist_muon = self.with_rules(dist_muon.clone());
         match self.choice {
             Choice::DistMuon => match &self.world {
                 Some(world) => {
@@ -219,6 +230,10 @@ impl Run {
         }
     }
 
+    fn with_rules(&self, config: MuonConfig) -> MuonConfig {
+        self.rules.iter().cloned().fold(config, MuonConfig::with_rule)
+    }
+
     /// A model and its optimizer for a loop of the program's own, with the default settings.
     pub fn start<M: Module>(&self, model: M) -> (M, Optim) {
         self.start_with(MuonConfig::new(), model)
@@ -226,6 +241,7 @@ impl Run {
 
     /// [`start`](Self::start), with settings of the program's own.
     pub fn start_with<M: Module>(&self, config: MuonConfig, model: M) -> (M, Optim) {
+        let config = self.with_rules(config);
         let optim = match self.choice {
             Choice::DistMuon => {
                 let batched = match &self.world {

@@ -40,7 +40,8 @@ impl Client for Classifier {
 
     const NAME: &'static str = "classifier on two devices";
     const ROUTING: &'static str = "\
-        Muon: layers.0.weight layers.1.weight\n\
+        AdamW (embedding): layers.0.weight\n\
+        Muon: layers.1.weight\n\
         AdamW (head): layers.2.weight";
 
     fn model(device: &Device) -> Self {

@@ -47,7 +47,7 @@ impl Client for Mixture {
 
     const NAME: &'static str = "experts without tokens";
     const ROUTING: &'static str = "\
-        Muon: input.weight\n\
+        AdamW (embedding): input.weight\n\
         Muon (Batch): experts\n\
         AdamW (head): output.weight";
 

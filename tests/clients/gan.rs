@@ -84,9 +84,11 @@ impl Client for Gan {
 
     const NAME: &'static str = "gan, two optimizers and clipped weights";
     const ROUTING: &'static str = "\
-        Muon: fc1.weight fc2.weight\n\
+        AdamW (embedding): fc1.weight\n\
+        Muon: fc2.weight\n\
         AdamW (head): fc3.weight\n\
-        Muon: fc1.weight fc2.weight\n\
+        AdamW (embedding): fc1.weight\n\
+        Muon: fc2.weight\n\
         AdamW (head): fc3.weight";
 
     fn model(device: &Device) -> Self {

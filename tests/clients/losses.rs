@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::module::Module;
-use distmuon::{FirstLinear, MuonConfig};
+use distmuon::{FirstLinear, MuonConfig, RoutingRule};
 
 use crate::client::{Choice, Client, Entry, Items, OTHERS, Run, device};
 use crate::columns::Perceptron;
@@ -49,23 +49,33 @@ pub fn print_first_layers() {
     println!("| inputs | Muon | AdamW on the first layer |\n|---|---|---|");
     for inputs in [2, 3, 4, 8, 16, 32] {
         let cells = [FirstLinear::Muon, FirstLinear::AdamW]
-            .map(|first| of_best(Choice::DistMuon, |run| loss(run, inputs, first)));
+            .map(|first| of_best(Choice::DistMuon, &[], |run| loss(run, inputs, first)));
         println!("| {inputs} | {} |", cells.join(" | "));
     }
 }
 
+/// Prints the losses of the programs with fused projections: as whole matrices, and in blocks.
+pub fn print_blocks(clients: &[Entry]) {
+    println!("| program | whole | in blocks |\n|---|---|---|");
+    for client in clients.iter().filter(|client| !(client.blocks)().is_empty()) {
+        let cells =
+            [vec![], (client.blocks)()].map(|rules| of_best(Choice::DistMuon, &rules, client.loss));
+        println!("| {} | {} |", client.name, cells.join(" | "));
+    }
+}
+
 fn cell(client: &Entry, choice: Choice) -> String {
-    of_best(choice, client.loss)
+    of_best(choice, &[], client.loss)
 }
 
 /// The losses of runs at the best rate: the mean of the seeds, their range, and the rate.
-fn of_best(choice: Choice, loss: impl Fn(&Run) -> f32) -> String {
+fn of_best(choice: Choice, rules: &[RoutingRule], loss: impl Fn(&Run) -> f32) -> String {
     let (rate, mut losses) = best(|rate| {
         let loss = |seed| {
             let folder = tempfile::tempdir().expect("a temporary folder");
             let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
-            let world = None;
-            loss(&Run { folder, steps, total: STEPS, seed, rate, choice, world })
+            let (rules, world) = (rules.to_vec(), None);
+            loss(&Run { folder, steps, total: STEPS, seed, rate, choice, rules, world })
         };
         let seeds = std::env::var(SEEDS).map_or(3, |seeds| seeds.parse().expect("a number"));
         (0..seeds).map(loss).collect()

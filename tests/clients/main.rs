@@ -128,7 +128,11 @@ fn main() {
         losses::print_first_layers();
         Ok(())
     });
-    let by_hand = [losses, first_layers].map(|trial| trial.with_ignored_flag(true));
+    let blocks = Trial::test("blocks", || {
+        losses::print_blocks(&entries());
+        Ok(())
+    });
+    let by_hand = [losses, first_layers, blocks].map(|trial| trial.with_ignored_flag(true));
     let trials = trials.chain(by_hand).collect();
     #[cfg(not(feature = "train"))]
     distmuon_testing::skip("programs with a `Learner`, which need --features train");

@@ -41,7 +41,16 @@ pub fn run(clients: &[Entry]) {
     let [start, end, ref ranks @ ..] = numbers[..] else { panic!("{numbers:?}: expected two") };
     let folder = PathBuf::from(env::var_os(FOLDER).expect("the parent sets the folder"));
     let (steps, choice) = (start..end, Choice::DistMuon);
-    let run = Run { folder, steps, total: STEPS, seed: 0, rate: 1e-3, choice, world: None };
+    let run = Run {
+        folder,
+        steps,
+        total: STEPS,
+        seed: 0,
+        rate: 1e-3,
+        choice,
+        rules: vec![],
+        world: None,
+    };
     let parameters = match ranks.first() {
         None => (client.train)(&run),
         Some(ranks) => {

@@ -6,7 +6,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, activation::sigmoid, s};
-use distmuon::MuonConfig;
+use distmuon::{MuonConfig, RoutingRule};
 
 use crate::client::{Client, Items, Run, Settings};
 use crate::data::{floats, inputs};
@@ -110,6 +110,11 @@ impl Client for Recurrent {
         model.clone().save_file(run.file("model")).expect("the model can be saved");
         optim.save(run.file("optimizer")).expect("the optimizer can be saved");
         model
+    }
+
+    /// The gates.
+    fn blocks() -> Vec<RoutingRule> {
+        vec![RoutingRule::muon("weight_(ih|hh)").split([WIDTH; 4]).into()]
     }
 
     fn loss(model: &Self, items: Items) -> f32 {

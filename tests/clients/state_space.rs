@@ -6,6 +6,7 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, PaddingConfig1d
 use burn::optim::GradientsParams;
 use burn::tensor::activation::{silu, softplus};
 use burn::tensor::{Device, Int, Tensor, s};
+use distmuon::RoutingRule;
 use rand::RngExt;
 
 use crate::client::{Client, Items, Run};
@@ -133,6 +134,12 @@ impl Client for Mamba {
         }
         run.save(&model, &optim);
         model
+    }
+
+    /// `z` and `x` by Muon, the others by AdamW.
+    fn blocks() -> Vec<RoutingRule> {
+        let in_proj = RoutingRule::muon(r"blocks.*in_proj\.weight");
+        vec![in_proj.split([INNER, INNER, INNER, STATE, STATE]).leave([2, 3, 4]).into()]
     }
 
     fn loss(model: &Self, items: Items) -> f32 {

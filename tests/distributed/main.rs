@@ -34,7 +34,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{Expectation, MuonConfig, Result, RoutingRule};
+use distmuon::{Expectation, FirstLinear, MuonConfig, Result, RoutingRule};
 use distmuon_testing::excused;
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
@@ -171,6 +171,7 @@ fn loads_states() -> bool {
 
 fn config() -> DistMuonConfig {
     let muon = MuonConfig::new()
+        .with_first_linear(FirstLinear::Muon)
         .with_rule(RoutingRule::muon("experts").batch())
         .expect(Expectation::OncePerStep);
     DistMuonConfig::new().with_muon(muon).with_small_elements(64)

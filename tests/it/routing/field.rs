@@ -180,7 +180,11 @@ fn the_last_of_a_stack_of_linear_layers_is_a_head() {
 fn policies_and_values_are_heads() {
     check(
         &PolicyAndValue::new(),
-        &["Muon: fc1.weight fc2.weight", "AdamW (head): policy.weight value.weight"],
+        &[
+            "AdamW (embedding): fc1.weight",
+            "Muon: fc2.weight",
+            "AdamW (head): policy.weight value.weight",
+        ],
         &["fc1.weight", "policy.weight", "value.weight"],
     );
 }
@@ -260,7 +264,7 @@ fn a_setting_decides_on_first_layers() {
     let with = |first| MuonConfig::new().with_first_linear(first);
     let perceptron =
         |inputs| QNetwork { linears: vec![linear(inputs, 64), linear(64, 64), linear(64, 2)] };
-    for (inputs, by_default) in [(4, "AdamW (embedding)"), (5, "Muon")] {
+    for (inputs, by_default) in [(8, "AdamW (embedding)"), (9, "Muon")] {
         for (first, expected) in [
             (FirstLinear::Auto, by_default),
             (FirstLinear::AdamW, "AdamW (embedding)"),
@@ -705,7 +709,7 @@ fn models_of_recommendation_and_tables_get_the_expected_roles() {
 fn densities_and_graphs_get_the_expected_roles() {
     check(
         &MixtureDensity::new(),
-        &["Muon: hidden.weight", "AdamW (head): (pi|mu|sigma).weight"],
+        &["AdamW (embedding): hidden.weight", "AdamW (head): (pi|mu|sigma).weight"],
         &["hidden.weight", "pi.weight", "mu.weight", "sigma.weight"],
     );
     check(
