@@ -54,15 +54,18 @@ fn compare(group: &str, mut candidates: Candidates) {
     let mut turns: Vec<Vec<f64>> = vec![];
     // The first turn compiles kernels and fills caches.
     while turns.len() <= TURNS || begin.elapsed() < TIME {
-        let times = candidates.iter_mut().map(|(_, routine)| {
+        let mut times = vec![0.0; candidates.len()];
+        // From another candidate on in each turn: what one leaves in the caches, and the memory that
+        // it frees, are met by the next.
+        for place in 0..times.len() {
+            let index = (turns.len() + place) % times.len();
             let start = Instant::now();
-            routine();
+            candidates[index].1();
             device.sync().expect("every kernel of the device succeeds");
-            let time = start.elapsed().as_secs_f64();
+            times[index] = start.elapsed().as_secs_f64();
             free_leaves();
-            time
-        });
-        turns.push(times.collect());
+        }
+        turns.push(times);
     }
     for (index, (name, _)) in candidates.iter().enumerate() {
         let measured = &turns[1..];
