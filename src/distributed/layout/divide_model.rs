@@ -203,9 +203,11 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// [`Error::Mismatch`] if the ranks pass models with other values, such as an average that one
+    /// of them has changed alone; as every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
+        passes.ensure_same_values(model)?;
         let ids = self.identities(model).into_ids();
         let owned = by_path(passes, Placement::Owned);
         // A use of every parameter gathers it. As a reading, it does not count as a pass.

@@ -21,11 +21,13 @@ mod unused_parameters;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
+use burn::module::Module;
 use burn::tensor::{Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::MicroBatches;
 use super::identity::{Values, Version};
+use super::pass_calls::Event;
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
@@ -207,23 +209,26 @@ impl Passes {
         shape: Shape,
     ) -> Tensor<D> {
         // Copied, so that the lock is free again: the calls below take it.
-        let PassMode { is_reading, is_unused, .. } = self.calling().mode;
-        let is_trained = part.is_require_grad() && !is_reading;
+        let PassMode { is_reading, is_listing, is_unused, .. } = self.calling().mode;
+        let is_trained = part.is_require_grad() && !is_reading && !is_listing;
         // The identity of the values decides whether what was gathered ahead is still right.
         // Without autodiff there is no leaf, and the number takes its place.
         let values = Values { leaf: identity(&part), version: Some(version) };
         let inner = part.clone().without_autodiff();
         let device = inner.device();
         let used = OwnedPart { values, tensor: inner };
-        let whole = match is_trained {
+        if is_listing {
+            self.calling().events.push(Event::Gather(parameter.index, Some(version)));
+        }
+        let gathered = (!is_listing).then(|| match is_trained {
             true => self.gather(parameter, used),
             false => self.gather_evaluated(parameter, used, is_reading),
-        };
-        let mut whole = whole.reshape(shape.clone());
-        if is_unused {
+        });
+        let whole = match gathered.filter(|_| !is_unused) {
+            Some(whole) => whole.reshape(shape),
             // No layer reads it: one element in memory.
-            whole = Tensor::<D>::zeros([1; D], (&device, parameter.dtype)).expand(shape);
-        }
+            None => Tensor::<D>::zeros([1; D], (&device, parameter.dtype)).expand(shape),
+        };
         if is_unused && is_trained {
             self.leave_out(parameter, &part);
         }
@@ -379,6 +384,21 @@ impl Passes {
     /// Reads the values of parameters, which does not count as a pass that is trained.
     pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
         self.during(|state| &mut state.mode.is_reading, read)
+    }
+
+    /// Fails unless all ranks have models of the same values: the model of the last step, or clones
+    /// that they have changed alike. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mismatch`], on all ranks.
+    pub fn ensure_same_values<M: Module>(&self, model: &M) -> Result<()> {
+        let of_pass = std::mem::take(&mut self.calling().events);
+        self.during(|state| &mut state.mode.is_listing, || drop(model.clone().materialize()));
+        let listed = std::mem::replace(&mut self.calling().events, of_pass);
+        // The ranks of other groups know of no difference.
+        let calls = self.differing_calls(&listed)?;
+        self.groups.world.agree(calls.map_or(Ok(()), |calls| Err(Error::Mismatch { calls })))
     }
 
     /// Runs the backward pass of a step, which adds the gradients of earlier micro-batches.

@@ -7,7 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
-use distmuon::{Error, GradientBuffer, Result};
+use distmuon::{Error, GradientBuffer, Result, checkpoint};
 use distmuon_testing::logs;
 use distmuon_testing::models::{assert_same_weights, bits, values, weights};
 use distmuon_testing::worlds::Folder;
@@ -295,6 +295,35 @@ pub fn values_of_other_models_at_one_place_are_rejected() {
                     outcome.expect(&what);
                 }
             }
+        }
+    }
+}
+
+/// The usual mistake: `if world.is_main() { average = layout.average(..)? }`. Rank 0 writes the file.
+pub fn an_average_that_one_rank_has_changed_alone_is_rejected() {
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
+    for kind in LAYOUTS.into_iter().filter(|(is_owned, _)| *is_owned) {
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            let run = ranks_here(2, |world| {
+                let layout = layout(&with_checkpoints(&world), kind);
+                let (net, optim) = advance(&layout, start(&layout, publish)?, 0..2)?;
+                let of_all = layout.average(net.clone(), &net, 0.5)?;
+                optim.save(path, &of_all, &2_usize)?;
+                let average = match world.is_main() {
+                    true => layout.average(net.clone(), &net, 0.5)?,
+                    false => net.clone(),
+                };
+                let saved = optim.save(path, &average, &3_usize);
+                let whole = layout.unshard(&average);
+                for error in [saved.unwrap_err(), whole.expect_err("the models differ")] {
+                    let text = error.to_string();
+                    let is_told = |words: &str| text.contains(words);
+                    assert!(is_told("the ranks disagree") && is_told("of version"), "{text}");
+                }
+                checkpoint::progress::<usize>(path)
+            });
+            assert_eq!(run.unwrap(), [2; 2], "{kind:?}, {publish:?}");
         }
     }
 }

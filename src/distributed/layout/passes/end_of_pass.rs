@@ -134,7 +134,12 @@ impl Passes {
         }
         // Taken before the comparison, so that a failed one does not leave them to the next pass.
         let events = std::mem::take(&mut state.events);
-        let outcome = self.same_events(&events).map_err(|error| self.ending(&events, error));
+        let outcome = match self.differing_calls(&events) {
+            Ok(None) => Ok(()),
+            Ok(Some(calls)) => Err(Error::Mismatch { calls }),
+            Err(error) => Err(error),
+        };
+        let outcome = outcome.map_err(|error| self.ending(&events, error));
         if let Err(error) = &outcome {
             // Only the ranks of a group know of a difference in it. Gradients that were reduced are
             // of no use after it.
@@ -143,12 +148,12 @@ impl Passes {
         outcome
     }
 
-    /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
-    /// equal sizes, or if some are missing at the end: the comparison takes place in the groups of
-    /// the calls, where it meets them.
-    fn same_events(&self, events: &Events) -> Result<()> {
+    /// Returns what differs between the calls of the ranks, if anything does. An engine does not
+    /// notice it if they are of equal sizes, or if some are missing at the end: the comparison
+    /// takes place in the groups of the calls, where it meets them.
+    pub(super) fn differing_calls(&self, events: &Events) -> Result<Option<String>> {
         if self.parameters.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         let rank = self.groups.world.rank();
         let difference = |first: &Events, local: &Events| {
@@ -166,10 +171,10 @@ impl Passes {
         let groups = self.groups.by_axes.values();
         for group in groups.flat_map(|SharingGroup { sharing, replicas }| [sharing, replicas]) {
             if let Some((_, calls)) = group.compare(events, difference)? {
-                return Err(Error::Mismatch { calls });
+                return Ok(Some(calls));
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// The error of the comparison, at which a rank with fewer calls than the others arrives first:

@@ -204,6 +204,8 @@ pub struct PassMode {
     pub is_backward: bool,
     /// `true` while the values are read for other purposes than a pass.
     pub is_reading: bool,
+    /// `true` while the versions of values are listed, which gathers nothing.
+    pub is_listing: bool,
     /// `true` while parameters are gathered that this rank does not use.
     pub is_unused: bool,
     /// `true` while the gradients of a backward pass count as zero.

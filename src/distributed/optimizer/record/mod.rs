@@ -191,6 +191,7 @@ impl Checkpointed for DistModuleOptimizer {
             saver.prepare(path)
         };
         let parts = world.agree(prepared.and_then(|()| self.divided.divided_values(model)))?;
+        self.divided.passes.ensure_same_values(model)?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = self.announced(self.write((saver, path), model, parts, progress))?;
         let agreed = world.agree(written);
