@@ -81,4 +81,12 @@ mod tests {
         };
         assert_eq!([40, 20, 3, 4].map(graph), [40, 40, 6, 6]);
     }
+
+    #[test]
+    fn uses_without_end_have_a_limited_number_of_depths() {
+        let like = Tensor::<1>::zeros([1], &Device::default().autodiff());
+        let order = GraphOrder::default();
+        (0..MOST + 8).for_each(|_| drop(order.next(&like)));
+        assert_eq!(order.state.lock().unwrap().depths.len(), MOST);
+    }
 }

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorD
 use distmuon::comm::{Communicator, PairCounts, ReduceOp, World};
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowEmbedding, RowLinear, enter, exchange, leave};
-use distmuon::{AdamWConfig, Error, MuonConfig, RoutingRule};
+use distmuon::{AdamWConfig, Error, GradientBuffer, MuonConfig, RoutingRule};
 use distmuon_testing::excused;
 use distmuon_testing::models::Fixed;
 use distmuon_testing::precision::has;
@@ -30,6 +30,7 @@ pub const EVERYWHERE: &[Case] = cases![
 pub const IN_PROCESS: &[Case] = cases![
     counts_that_do_not_fit_the_rows_are_an_error_of_all_ranks,
     a_forgotten_partial_gradient_is_found_in_the_first_step,
+    partial_gradients_on_a_mesh_with_data_are_those_of_one_rank,
     gradients_are_compared_until_they_are_not_zero_for_at_most_eight_steps,
     other_gradients_on_the_ranks_of_a_model_axis_are_found_in_the_first_step,
     plain_layers_between_enter_and_leave_compute_as_column_and_row_layers,
@@ -293,6 +294,61 @@ fn a_forgotten_partial_gradient_is_found_in_the_first_step() {
     let text = train(false).expect_err("its gradients differ").to_string();
     for words in ["`scale`", "not the same on the ranks along `tp`", "`Place::partial`"] {
         assert!(text.contains(words), "{text}");
+    }
+}
+
+/// Ranks along `dp` have other data: their gradients are averaged, and those along `tp` added.
+fn partial_gradients_on_a_mesh_with_data_are_those_of_one_rank() {
+    let data = |rank: usize, device: &Device| {
+        Tensor::<2>::full([4, INPUTS], 1.0 + rank as f32, (device, DType::F32))
+    };
+    let adamw = AdamWConfig::new().with_epsilon(1.0);
+    let muon = MuonConfig::new().with_adamw(adamw);
+    let layouts: [fn(Layout) -> Layout; 3] = [
+        |layout| layout,
+        |layout| layout.overlap_backward().with_small_elements(0),
+        |layout| layout.owned("dp").with_small_elements(0),
+    ];
+    for max_norm in [None, Some(1e-3)] {
+        let config = DistMuonConfig::new().with_muon(muon.clone()).with_max_norm(max_norm);
+        let alone = ranks_here(1, |world| {
+            let mut model = Scaled::new(world.device());
+            let mut optim = config.init(&world, &model)?;
+            for _step in 0..2 {
+                let mut buffer = GradientBuffer::new();
+                for rank in 0..2 {
+                    let output = model.region(data(rank, world.device()), world.comm());
+                    let loss = output.square().mean();
+                    let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                    buffer.add(&model, gradients)?;
+                }
+                let mean = buffer.take_mean(&model);
+                model = optim.step(0.01, model, mean)?;
+            }
+            Ok(floats(model.scale.val()))
+        });
+        let alone = alone.unwrap()[0][0];
+        assert!((alone - 1.0).abs() > 1e-7, "{alone}");
+        for (index, change) in layouts.iter().enumerate() {
+            let scales = ranks_here(4, |world| {
+                let mesh = Mesh::new(&world, [Axis::data("dp", 2), Axis::model("tp", 2)])?;
+                let layout = Scaled::layout(&mesh).with_muon(muon.clone());
+                let layout = change(layout.with_place(Place::partial("^scale$", "tp")));
+                let mut model = layout.shard(Scaled::new(world.device()))?;
+                let mut optim = config.init_on(&layout, &model)?;
+                let group = mesh.group("tp").expect("an axis of the mesh");
+                for _step in 0..2 {
+                    let x = enter(data(mesh.data().rank(), world.device()), group);
+                    let loss = model.region(x, group).square().mean();
+                    model = optim.step(0.01, model.clone(), layout.backward(&loss, &model)?)?;
+                }
+                Ok(floats(layout.unshard(&model)?.scale.val()))
+            });
+            for scale in scales.unwrap() {
+                let error = (scale[0] - alone).abs() / (alone - 1.0).abs();
+                assert!(error < 1e-3, "{index}, {max_norm:?}: {scale:?} for {alone}");
+            }
+        }
     }
 }
 

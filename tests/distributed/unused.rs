@@ -27,6 +27,7 @@ use crate::{Net, ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![
     heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank,
+    heads_that_every_rank_has_need_no_call,
     heads_that_some_ranks_do_not_use_train_as_replicated_ones,
     heads_of_a_teacher_that_some_ranks_do_not_use_train_as_replicated_ones,
     slices_that_some_ranks_do_not_use_train_as_replicated_ones,
@@ -48,6 +49,7 @@ pub const IN_PROCESS: &[Case] = cases![
     dropped_passes_keep_earlier_micro_batches,
     uses_that_the_loss_does_not_depend_on_leave_a_parameter_as_it_is,
     a_caught_panic_leaves_no_uses_to_the_next_pass,
+    a_pass_that_has_micro_batches_is_not_dropped_by_itself,
     a_table_of_positions_is_exact_or_an_error_where_layers_are_left_out,
     batches_of_ranks_that_exchange_items_can_not_be_left_out,
     a_rank_that_can_not_drain_stops_the_others,
@@ -193,6 +195,29 @@ fn heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank() {
             train(&world, Some(layout(&world)), &config(), 1, DType::F32)
         });
         for (_, trained) in runs.unwrap() {
+            assert!(trained == expected, "layout {index}");
+        }
+    }
+}
+
+fn heads_that_every_rank_has_need_no_call() {
+    let expected = on_one_rank(2, 5, |net, rank, step| {
+        Some(net.loss(None, 10 * step + rank, task(rank, step)))
+    });
+    for (index, layout) in LAYOUTS[..2].iter().enumerate() {
+        let runs = ranks(2, |world| {
+            let layout = layout(&with_checkpoints(&world));
+            let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+            let mut optim = config().init_on(&layout, &net)?;
+            for step in 0..5 {
+                let rank = world.rank();
+                let loss = net.loss(None, 10 * step + rank, task(rank, step));
+                let gradients = layout.backward(&loss, &net)?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(weights(&layout.unshard(&net)?))
+        });
+        for trained in runs.unwrap() {
             assert!(trained == expected, "layout {index}");
         }
     }
@@ -536,6 +561,40 @@ fn a_caught_panic_leaves_no_uses_to_the_next_pass() {
             run.unwrap()
         };
         assert!(run(true) == run(false), "layout {index}");
+    }
+}
+
+/// A backward pass has taken the gradients of earlier micro-batches with it, and did not end.
+fn a_pass_that_has_micro_batches_is_not_dropped_by_itself() {
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let run = ranks_here(2, |world| {
+            let layout = layout(&with_checkpoints(&world));
+            let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+            let mut optim = config().init_on(&layout, &net)?;
+            layout.accumulate(&net.loss(Some(&layout), 0, 0), &net)?;
+            // The first gradients are there, and the pass fails after them.
+            let loss = net.loss(Some(&layout), 1, 0);
+            let bias = net.trunk.bias.as_ref().expect("a bias").val();
+            let fails = Link::new(|_| panic!("after the first gradients"));
+            let late = fails.attach(bias.clone(), bias.inner()).sum() * 0.0;
+            let backward = || drop(layout.backward(&(loss + late), &net));
+            let has_failed = catch_unwind(AssertUnwindSafe(backward)).is_err();
+            assert!(has_failed, "layout {index}");
+            let dropped = layout.discard_pass().err().map(|error| error.to_string());
+            layout.discard()?;
+            let loss = net.loss(Some(&layout), 2, 0);
+            let net = optim.step(0.01, net.clone(), layout.backward(&loss, &net)?)?;
+            Ok((dropped, weights(&layout.unshard(&net)?)))
+        });
+        let expected = on_one_rank(1, 1, |net, _, _| Some(net.loss(None, 2, 0)));
+        for (dropped, trained) in run.unwrap() {
+            if let Some(error) = dropped {
+                assert!(error.contains("has taken earlier micro-batches"), "{index}: {error}");
+            } else {
+                assert_eq!(index, 0, "an undivided model has its micro-batches at the end");
+            }
+            assert!(trained == expected, "layout {index}");
+        }
     }
 }
 

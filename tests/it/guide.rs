@@ -164,6 +164,14 @@ fn sources(folder: &Path, all: &mut String) {
 }
 
 #[test]
+fn the_defaults_that_pages_give_in_numbers_are_those_of_the_code() {
+    let config = DistMuonConfig::new();
+    assert_eq!((config.check_every, config.muon.max_skipped), (1000, Some(100)));
+    assert_eq!((config.muon.max_absent, config.audit_every), (Some(100), 0));
+    assert_eq!(distmuon::comm::DEADLINE.as_secs(), 600);
+}
+
+#[test]
 fn the_tests_that_the_features_of_other_systems_name_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut all = String::new();

@@ -9,9 +9,10 @@ use std::time::Duration;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
+use burn::lr_scheduler::LrScheduler;
 use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
-use burn::optim::{AdamWConfig, ModuleOptimizer, MuonConfig as BurnMuonConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuonConfig};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::relu};
 use burn::train::metric::store::EventStoreClient;
 use burn::train::metric::{LearningRateMetric, LossMetric};
@@ -35,7 +36,7 @@ use distmuon_testing::device::{has_type, is_flex};
 use distmuon_testing::models::{Fixed, largest_difference, values, weights};
 use distmuon_testing::precision::{Rounded, assert_same, floats};
 use distmuon_testing::watched::watched;
-use distmuon_testing::{lacks, logs};
+use distmuon_testing::{lacks, logs, panic_message};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 /// The number of items to train on. The first items of both halves form a batch of two ranks.
@@ -352,17 +353,52 @@ fn burns_strategy_on_two_devices_is_bit_equal_to_one_device_that_accumulates() {
 
 #[test]
 fn ranks_follow_one_device_that_trains_on_their_batches_joined() {
-    for ranks in [2, 4] {
-        let together = values(&trained(&Setup::default(), on_ranks(ranks)));
+    // The rate grows with every step: a step counts as one, whatever batches it has.
+    for (ranks, accumulation) in [(2, 1), (2, 2), (4, 1)] {
+        let setup = Setup { accumulation, ..Setup::default() };
+        let together = values(&trained(&setup, on_ranks(ranks)));
         let items = as_ranks_see_them(ranks);
-        let setup = Setup { items, batch: ranks * BATCH, ..Setup::default() };
-        let alone = values(&trained(&setup, burns_strategy()));
+        let joined = Setup { items, batch: ranks * BATCH, ..setup.clone() };
+        let alone = values(&trained(&joined, burns_strategy()));
         let worst = largest_difference(&together, &alone);
-        assert!(worst < 1e-5, "{ranks} ranks: {worst}");
+        assert!(worst < 1e-5, "{ranks} ranks, {accumulation} batches: {worst}");
         // Where the device computes gradients in one order, every run is the same.
-        let again = values(&trained(&Setup::default(), on_ranks(ranks)));
+        let again = values(&trained(&setup, on_ranks(ranks)));
         let worst = largest_difference(&together, &again);
         assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{ranks} ranks, again: {worst}");
+    }
+}
+
+/// By the norm of the mean over all ranks, of all parameters together.
+#[test]
+fn a_strategy_clips_by_the_norm_of_all_gradients() {
+    let clipping = DistMuonConfig::new().with_max_norm(Some(0.05));
+    let setup = Setup { checkpoints: false, ..Setup::default() };
+    // The same steps in a loop of one's own.
+    let by_hand = |config: &DistMuonConfig, items: &[usize], batch: usize| {
+        let mut net = Net::new(&device());
+        let mut optim = config.init(&World::alone(device()), &net).unwrap();
+        let mut lr = growing();
+        for _ in 0..setup.epochs {
+            for items in items.chunks(batch) {
+                let data = Regression::default().batch(items.to_vec(), &device());
+                let gradients =
+                    GradientsParams::from_grads(net.regression(data).loss.backward(), &net);
+                let rate = LrScheduler::step(&mut lr);
+                net = optim.step(rate, net, gradients).unwrap();
+            }
+        }
+        values(&net)
+    };
+    for ranks in [1, 2] {
+        let items = as_ranks_see_them(ranks);
+        let clipped = values(&trained(&setup, on_ranks_with(ranks, clipping.clone())));
+        let expected = by_hand(&clipping, &items, ranks * BATCH);
+        let worst = largest_difference(&clipped, &expected);
+        assert!(worst < 1e-5, "{ranks} ranks: {worst}");
+        let unclipped = by_hand(&DistMuonConfig::new(), &items, ranks * BATCH);
+        let effect = largest_difference(&clipped, &unclipped);
+        assert!(effect > 1e-3, "{ranks} ranks: {effect}");
     }
 }
 
@@ -476,6 +512,44 @@ fn ranks_that_are_processes_train_as_threads() {
         assert!(folder.path().join("0/checkpoint").is_dir());
         let saved = std::fs::read_dir(folder.path().join("1/checkpoint"));
         assert_eq!(saved.map_or(0, Iterator::count), 0, "rank 1 saves nothing");
+    }
+}
+
+/// Rank 0 alone saves checkpoints, which the guide says to copy.
+#[test]
+fn ranks_that_are_processes_continue_from_copies_of_a_checkpoint() {
+    let whole = trained(&Setup::default(), on_ranks(2)).weights();
+    for layout in [None, Some(divided as fn(&World) -> _)] {
+        let folder = tempfile::tempdir().unwrap();
+        let run = |setup: &Setup| {
+            World::threads(vec![device(); 2], |world| {
+                let folder = folder.path().join(world.rank().to_string());
+                let strategy = DistMuonStrategy::on(&world, DistMuonConfig::new());
+                let strategy = match layout {
+                    Some(layout) => strategy.with_layout(layout),
+                    None => strategy,
+                };
+                let result = launch(&folder, setup, strategy.into());
+                Ok::<_, Error>((result.error.map(|e| e.to_string()), result.model.weights()))
+            })
+        };
+        let first = run(&Setup { epochs: 1, ..Setup::default() }).unwrap();
+        assert!(first.iter().all(|(error, _)| error.is_none()), "{:?}", first[0].0);
+        let second = Setup { resume: Some(1), ..Setup::default() };
+        let [of_rank_0, of_rank_1] =
+            ["0/checkpoint", "1/checkpoint"].map(|p| folder.path().join(p));
+        // Burn's learner loads before it calls the strategy, and panics.
+        let uncopied = panic_message(|| drop(run(&second)));
+        assert!(uncopied.contains("1/checkpoint/model-1.bpk"), "{uncopied}");
+        std::fs::create_dir_all(&of_rank_1).unwrap();
+        for file in std::fs::read_dir(of_rank_0).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), of_rank_1.join(file.file_name())).unwrap();
+        }
+        for (error, weights) in run(&second).unwrap() {
+            assert_eq!(error, None);
+            assert!(weights == whole || !is_flex());
+        }
     }
 }
 

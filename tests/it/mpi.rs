@@ -1,5 +1,6 @@
 //! Ranks of MPI whose calls do not fit each other.
 
+use std::ops::Range;
 use std::thread;
 use std::time::Duration;
 
@@ -16,21 +17,66 @@ fn counts_of_two_processes_that_do_not_fit_are_a_mismatch() {
     if std::env::var_os(RANK).is_some() {
         return exchange_other_counts();
     }
-    if !mpirun::is_there() {
-        return;
-    }
-    let mut mpirun = mpirun::mpirun(RANKS);
-    let program = std::env::args_os().next().expect("a program has a name");
-    mpirun.arg(program).env(RANK, "1").arg("--nocapture");
-    mpirun.args(["mpi::counts_of_two_processes_that_do_not_fit_are_a_mismatch", "--exact"]);
-    let output = mpirun::output(mpirun).expect("mpirun runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    for rank in 0..RANKS {
-        let line = text.lines().find(|line| line.contains(&format!("rank {rank} has ")));
-        let line =
-            line.unwrap_or_else(|| panic!("{text}{}", String::from_utf8_lossy(&output.stderr)));
+    let test = "mpi::counts_of_two_processes_that_do_not_fit_are_a_mismatch";
+    for line in outcomes(test, RANKS, "1", 0..RANKS) {
         let cause = "rank 1: all_to_all(f32), rank 0: another call, or other counts";
         assert!(line.contains(cause), "{line}");
+    }
+}
+
+/// Without one, rank 0 draws a secret and sends it over MPI.
+#[test]
+fn a_secret_that_is_set_replaces_the_one_that_mpi_sends() {
+    if let Ok(secrets) = std::env::var(RANK) {
+        return join_with(&secrets);
+    }
+    let test = "mpi::a_secret_that_is_set_replaces_the_one_that_mpi_sends";
+    for (secrets, told, words) in [
+        ("none", 0..2, "a world of 2"),
+        ("equal", 0..2, "a world of 2"),
+        // Rank 0 waits for another process.
+        ("other", 1..2, "the secret in DISTMUON_SECRET differs from rank 0's"),
+    ] {
+        for line in outcomes(test, 2, secrets, told) {
+            assert!(line.contains(words), "{secrets}: {line}");
+        }
+    }
+}
+
+/// Runs a test on ranks that are processes, and returns the lines with the outcomes of some of
+/// them. None without mpirun.
+fn outcomes(test: &str, ranks: usize, value: &str, told: Range<usize>) -> Vec<String> {
+    if !mpirun::is_there() {
+        return vec![];
+    }
+    let mut mpirun = mpirun::mpirun(ranks);
+    let program = std::env::args_os().next().expect("a program has a name");
+    mpirun.arg(program).env(RANK, value).args(["--nocapture", test, "--exact"]);
+    let output = mpirun::output(mpirun).expect("mpirun runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let outcome = |rank| {
+        let line = text.lines().find(|line| line.contains(&format!("rank {rank} has ")));
+        let errors = String::from_utf8_lossy(&output.stderr);
+        line.unwrap_or_else(|| panic!("{text}{errors}")).to_owned()
+    };
+    told.map(outcome).collect()
+}
+
+/// Runs a rank that joins a world, whose secrets are `none`, `equal` or `other` ones.
+fn join_with(secrets: &str) {
+    let mut launch = Launch::from_env().expect("mpirun sets the variables of a rank");
+    let rank = launch.rank;
+    launch.secret = match secrets {
+        "none" => String::new(),
+        "equal" => "a secret".to_owned(),
+        _ => format!("the secret of {rank}"),
+    };
+    match World::mpi(&launch, Device::default(), Duration::from_secs(10)) {
+        Ok(world) => println!("rank {rank} has a world of {}", world.size()),
+        Err(error) => {
+            println!("rank {rank} has {error}");
+            thread::sleep(Duration::from_secs(3)); // as below
+        }
     }
 }
 

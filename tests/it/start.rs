@@ -12,7 +12,7 @@ use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
 use burn::tensor::{Bool, Bytes, DType, Device, Distribution, Int, Shape, Tensor};
 use distmuon::distributed::{Axis, GradDtype, Layout, LossScaleConfig, Mesh, Place};
-use distmuon::{DistMuonConfig, Error, Result, World};
+use distmuon::{DistMuonConfig, Error, MuonConfig, Result, RoutingRule, World};
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, weights};
 use distmuon_testing::panic_message;
@@ -297,6 +297,28 @@ fn gradients_in_half_precision_count_as_their_rounded_values() {
             });
             assert_eq!(kept, widened, "{name}, {half:?}");
             assert_ne!(kept, exact, "{name}, {half:?}");
+        }
+    }
+}
+
+/// The layout's routing is for tables, and for `shard` alone.
+#[test]
+fn the_configuration_replaces_the_routing_of_the_layout() {
+    let with = |rule: MuonConfig| DistMuonConfig::new().with_muon(rule);
+    let muon = || MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let adamw = || MuonConfig::new().with_rule(RoutingRule::adamw("weight"));
+    for (of_layout, of_start, expected) in [(adamw(), muon(), "Muon"), (muon(), adamw(), "AdamW")] {
+        for (name, layout) in PLACEMENTS {
+            let optimizers = World::threads(vec![Device::default().autodiff(); 2], |world| {
+                let layout = layout(&world).with_muon(of_layout.clone());
+                let model = linear(world.device());
+                let (_, optim) = with(of_start.clone()).start(&layout, model)?;
+                let route = &optim.routing().routes()[0];
+                Ok::<_, Error>((route.path.clone(), route.optimizer.clone()))
+            });
+            for (path, optimizer) in optimizers.unwrap() {
+                assert!(path == "weight" && optimizer.starts_with(expected), "{name}: {optimizer}");
+            }
         }
     }
 }

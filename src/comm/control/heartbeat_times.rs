@@ -53,5 +53,7 @@ mod tests {
         }
         let timeout = |deadline| HeartbeatTimes::new(8, Duration::from_secs(deadline)).timeout;
         assert_eq!([1, 7, 600].map(|deadline| timeout(deadline).as_secs()), [4, 7, 20]);
+        let timeout = |size| HeartbeatTimes::new(size, Duration::from_secs(600)).timeout;
+        assert_eq!([2, 5000, 10_000].map(|size| timeout(size).as_secs()), [20, 20, 40]);
     }
 }

@@ -178,6 +178,47 @@ pub fn a_large_gradient_is_sent_once_and_its_sum_once_more() {
     assert_eq!(sent, elements * run[0][1] + sums);
 }
 
+/// The guide's memory of passes that no backward pass follows, and of micro-batches.
+pub fn dropped_passes_hold_what_the_guide_says() {
+    const LAYERS: usize = 8;
+    const WIDTH: usize = 64;
+    const LAYER: usize = WIDTH * WIDTH * 4;
+    let run = ranks_here(2, |world| {
+        let layout = Layout::from(&with_checkpoints(&world)).owned("dp");
+        let ahead = 3 * LAYER;
+        let layout = layout.with_ahead_mb(ahead as f64 / 1e6);
+        let net = layout.shard(Layers::square(LAYERS, WIDTH, world.device()))?;
+        let optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        let of_layers = |count: usize| {
+            let x = Tensor::<2>::ones([1, WIDTH], world.device());
+            net.layers[..count].iter().fold(x, |x, layer| layer.forward(x)).square().mean()
+        };
+        let loss = || of_layers(LAYERS);
+        let held = || (optim.memory().gathered.now, optim.memory().in_flight.now);
+        for drops in [Layout::discard_pass, Layout::discard] {
+            layout.backward(&loss(), &net)?;
+            assert_eq!(held(), (0, 0));
+            // The next layers are gathered ahead.
+            drop(of_layers(LAYERS / 2));
+            let (gathered, gradients) = held();
+            assert!(gathered > 0 && gathered <= ahead && gradients == 0, "{gathered}");
+            drops(&layout)?;
+            assert_eq!(held(), (0, 0));
+        }
+        layout.accumulate(&loss(), &net)?;
+        assert_eq!(held().1, LAYERS * LAYER, "gradients in full size");
+        layout.discard_pass()?;
+        assert_eq!(held(), (0, LAYERS * LAYER));
+        layout.discard()?;
+        assert_eq!(held(), (0, 0));
+        layout.accumulate(&loss(), &net)?;
+        layout.backward(&loss(), &net)?;
+        assert_eq!(held(), (0, 0));
+        Ok(())
+    });
+    run.unwrap();
+}
+
 pub fn a_weight_is_gathered_for_each_of_its_uses() {
     for (keep, passes) in [(Keep::Weights, 1), (Keep::Nothing, 2)] {
         for uses in [1, 3] {

@@ -68,7 +68,8 @@ use balancing::{
     owners_of_a_divided_model_are_those_of_its_balancing,
 };
 use identities::{
-    a_device_without_gradient_checkpointing_is_warned_of, averages_are_those_of_whole_parameters,
+    a_device_without_gradient_checkpointing_is_warned_of,
+    an_average_that_one_rank_has_changed_alone_is_rejected, averages_are_those_of_whole_parameters,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, passes_that_are_not_trained_are_warned_of,
@@ -79,7 +80,7 @@ use messages::{
     a_parameter_of_more_than_half_of_the_limit_is_sent_alone,
     a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once,
     a_weight_is_gathered_for_each_of_its_uses, an_iteration_sends_what_the_guide_says,
-    gradients_of_micro_batches_are_reduced_once,
+    dropped_passes_hold_what_the_guide_says, gradients_of_micro_batches_are_reduced_once,
     new_values_of_many_layers_are_published_in_few_calls, reports_of_a_divided_model_send_nothing,
     the_first_pass_gathers_every_parameter_alone,
 };
@@ -90,6 +91,7 @@ use other_threads::{
 };
 use rejections::{
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,
+    a_failure_in_a_forward_pass_is_returned_by_the_next_step_or_save,
     a_layer_is_unfrozen_in_a_model_that_is_divided_anew,
     a_parameter_that_one_rank_does_not_use_is_named,
     a_parameter_that_was_taken_out_of_its_division_is_nan,
@@ -101,6 +103,7 @@ use rejections::{
     delays_in_passes_do_not_change_results, discarded_passes_and_whole_models_leave_no_trace,
     gradients_that_were_not_collected_are_rejected, layers_in_other_places_are_rejected,
     meshes_and_layouts_that_do_not_fit_are_rejected,
+    micro_batches_in_half_precision_need_gradients_in_float32,
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
     ranks_of_other_groups_are_told_of_a_difference,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
@@ -124,6 +127,7 @@ pub const IN_PROCESS: &[Case] = cases![
     a_large_gradient_is_sent_once_and_its_sum_once_more,
     a_parameter_of_more_than_half_of_the_limit_is_sent_alone,
     a_weight_is_gathered_for_each_of_its_uses,
+    dropped_passes_hold_what_the_guide_says,
     an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
     reports_of_a_divided_model_send_nothing,
@@ -138,6 +142,8 @@ pub const IN_PROCESS: &[Case] = cases![
     models_that_a_layout_has_not_divided_are_rejected,
     gradients_that_were_not_collected_are_rejected,
     a_backward_pass_whose_gradients_nothing_averages_is_rejected,
+    a_failure_in_a_forward_pass_is_returned_by_the_next_step_or_save,
+    micro_batches_in_half_precision_need_gradients_in_float32,
     a_parameter_that_was_taken_out_of_its_division_is_nan,
     layers_in_other_places_are_rejected,
     a_parameter_that_one_rank_does_not_use_is_named,
@@ -154,6 +160,7 @@ pub const IN_PROCESS: &[Case] = cases![
     gradients_under_other_identities_are_rejected,
     micro_batches_of_other_values_are_rejected,
     values_of_other_models_at_one_place_are_rejected,
+    an_average_that_one_rank_has_changed_alone_is_rejected,
     averages_are_those_of_whole_parameters,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
     a_divided_base_is_held_in_parts_and_never_reduced,

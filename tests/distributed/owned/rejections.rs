@@ -11,7 +11,7 @@ use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Keep, Layout, Mesh, Place};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Keep, Layout, Mesh, Place, Publish};
 use distmuon::link::Link;
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
@@ -451,6 +451,59 @@ pub fn a_rank_that_fails_at_any_event_stops_all_ranks() {
         world.comm().synchronize()?;
         optim.save(path, &net, &1)
     });
+}
+
+/// A forward pass can't return an error.
+pub fn a_failure_in_a_forward_pass_is_returned_by_the_next_step_or_save() {
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
+    for (saves, publish) in
+        [false, true].into_iter().flat_map(|s| [(s, Publish::Now), (s, Publish::AtFirstUse)])
+    {
+        let texts = Mutex::new(vec![]);
+        let run = ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let fails = Arc::new(AtomicBool::new(false));
+            let failing = fails.clone();
+            let world = watched(&world, move |event| {
+                let is_fatal = event.rank == VICTIM && event.collective == "all_gather";
+                if is_fatal && failing.load(SeqCst) { Err(Error::EmptyModel) } else { Ok(()) }
+            });
+            let (device, rank, layout) = (world.device(), world.rank(), layout(&world));
+            let net = layout.shard(super::Net::new(device))?;
+            let config = super::config().with_publish(publish);
+            let mut optim = config.init_on(&layout, &net)?;
+            let gradients = layout.backward(&net.loss(super::tokens(rank, 0, device)), &net)?;
+            let net = optim.step(0.01, net, gradients)?;
+            let gradients = layout.backward(&net.loss(super::tokens(rank, 1, device)), &net)?;
+            optim.save(path, &net, &1)?;
+            fails.store(true, SeqCst);
+            let evaluated = net.valid().loss(super::tokens(rank, 2, &device.clone().inner()));
+            let is_nan = evaluated.into_scalar::<f32>().is_nan();
+            let next = match saves {
+                true => optim.save(path, &net, &2),
+                false => optim.step(0.01, net, gradients).map(drop),
+            };
+            let text = next.err().map(|error| error.to_string());
+            texts.lock().unwrap().push((is_nan, text));
+            Ok::<_, Error>(())
+        });
+        drop(run);
+        let texts = texts.into_inner().unwrap();
+        assert_eq!(texts.len(), 2);
+        for (is_nan, text) in texts {
+            assert!(is_nan && text.is_some(), "{saves}, {publish:?}: {text:?}");
+        }
+        assert_eq!(checkpoint::progress::<i32>(path), Ok(1), "{saves}, {publish:?}");
+    }
+}
+
+/// They are sums in float32, which parameters in half precision do not take unless they are asked
+/// to.
+pub fn micro_batches_in_half_precision_need_gradients_in_float32() {
+    let errors =
+        errors(|world| super::train_on(world, &layout(world), &super::config(), 1, 2, DType::BF16));
+    assert_says(&errors, &["with_grad_dtype"]);
 }
 
 /// Asserts that a victim that fails at any event of a training, which ends with a checkpoint, stops
