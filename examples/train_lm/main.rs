@@ -136,7 +136,10 @@ fn init_logging() {
     // Without the library's warnings of skipped steps, since the display reports these.
     let filter = EnvFilter::try_from_default_env();
     tracing_subscriber::fmt()
-        .with_env_filter(filter.unwrap_or_else(|_| "warn,train_lm=info,distmuon=error".into()))
+        .with_env_filter(
+            filter
+                .unwrap_or_else(|_| "warn,train_lm=info,distmuon=error,distmuon::comm=warn".into()),
+        )
         .without_time()
         .with_target(false)
         .with_level(false)

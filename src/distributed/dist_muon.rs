@@ -118,7 +118,8 @@ impl DistMuonConfig {
     /// # Errors
     ///
     /// [`Error::Setting`] for a setting that no run can use, for gradients that are not
-    /// [`Averaged`](Gradients::Averaged), and for `max_norm`.
+    /// [`Averaged`](Gradients::Averaged), and for settings of whole models: `max_norm`,
+    /// `loss_scale`, `audit_every`, `balancing`, `costs`, `publish` and `states_on`.
     pub fn per_parameter(&self, world: &World) -> Result<DistMuon> {
         let rank = Rank::new(world.communicator());
         self.build_on(RankChoice::Fixed(Arc::new(rank)))
@@ -161,6 +162,20 @@ impl DistMuonConfig {
         if self.audit_every > 0 {
             let expected = "0, since an optimizer of single parameters audits nothing";
             return Err(Error::setting("audit_every", self.audit_every, expected));
+        }
+        let of_whole_models = |config: &Self| {
+            [
+                ("balancing", format!("{:?}", config.balancing)),
+                ("costs", format!("{:?}", config.costs)),
+                ("publish", format!("{:?}", config.publish)),
+                ("states_on", format!("{:?}", config.states_on)),
+            ]
+        };
+        let defaults = of_whole_models(&Self::new());
+        let mut settings = of_whole_models(self).into_iter().zip(&defaults);
+        if let Some(((name, value), _)) = settings.find(|(setting, default)| setting != *default) {
+            let expected = "the default, since an optimizer of single parameters has no plan";
+            return Err(Error::setting(name, value, expected));
         }
         let config = self.muon.clone();
         Ok(DistMuon { rule: config.try_build()?, config, ranks })

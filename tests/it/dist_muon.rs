@@ -10,7 +10,10 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device, Tensor};
 use burn_pack::Reader;
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Gradients, LossScaleConfig};
+use distmuon::distributed::plan::Balancing;
+use distmuon::distributed::{
+    CostSource, DistMuonConfig, Gradients, LossScaleConfig, Publish, StatesOn,
+};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::{
@@ -255,6 +258,11 @@ fn settings_that_need_whole_models_are_rejected() {
         (config().with_gradients(Gradients::PerRank), "setting `gradients` is invalid"),
         (config().with_max_norm(Some(1.0)), "setting `max_norm` is invalid"),
         (config().with_loss_scale(Some(LossScaleConfig::new())), "setting `loss_scale` is invalid"),
+        (config().with_audit_every(3), "setting `audit_every` is invalid"),
+        (config().with_balancing(Balancing::BlockCyclic), "setting `balancing` is invalid"),
+        (config().with_costs(CostSource::Measured), "setting `costs` is invalid"),
+        (config().with_publish(Publish::AtFirstUse), "setting `publish` is invalid"),
+        (config().with_states_on(StatesOn::Host), "setting `states_on` is invalid"),
     ] {
         let error = config.per_parameter(&world).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use burn::nn::Relu;
 use burn::tensor::Device;
 use distmuon::Error;
 use distmuon::comm::World;
@@ -30,6 +31,10 @@ pub fn threads_with_a_gpu_each_are_over_nccl() {
         assert_eq!(engines([0, 1]), ["nccl"; 2]);
         // NCCL refuses two ranks on one GPU.
         assert_eq!(engines([0, 0]), ["threads"; 2]);
+        let with_a_model = |world: World, _: Relu| Ok::<_, Error>(world.comm().engine_name());
+        let devices = [0, 1].map(|index| Device::cuda(index).autodiff()).to_vec();
+        let together = World::threads_with(devices, Relu::new(), with_a_model);
+        assert_eq!(together.expect("the ranks agree"), ["nccl"; 2]);
     };
     if let Err(missing) = driver::run(TEST, &sources, check) {
         skip(&missing);
