@@ -55,10 +55,12 @@ fn compare(group: &str, mut candidates: Candidates) {
     // The first turn compiles kernels and fills caches.
     while turns.len() <= TURNS || begin.elapsed() < TIME {
         let mut times = vec![0.0; candidates.len()];
-        // From another candidate on in each turn: what one leaves in the caches, and the memory that
-        // it frees, are met by the next.
+        // From another candidate on in each turn, forwards and backwards: what one leaves in the
+        // caches, and the memory that it frees, are met by the next.
         for place in 0..times.len() {
-            let index = (turns.len() + place) % times.len();
+            let forwards = (turns.len() / 2 + place) % times.len();
+            let is_forwards = turns.len().is_multiple_of(2);
+            let index = if is_forwards { forwards } else { times.len() - 1 - forwards };
             let start = Instant::now();
             candidates[index].1();
             device.sync().expect("every kernel of the device succeeds");

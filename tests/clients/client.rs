@@ -144,7 +144,9 @@ impl Settings {
 
     /// Neither momentum nor weight decay in any optimizer.
     pub fn without_momentum_and_decay() -> Self {
-        let rest = AdamWConfig::new().with_beta_1(0.0).with_beta_2(0.999).with_weight_decay(0.0);
+        // Otherwise Burn's defaults, so that the optimizers differ in the matrices alone.
+        let rest = AdamWConfig::new().with_beta_1(0.0).with_beta_2(0.999).with_epsilon(1e-5);
+        let rest = rest.with_weight_decay(0.0);
         let dist_muon = MuonConfig::new().with_momentum(0.0.into()).with_weight_decay(0.0.into());
         let Self { dist_muon, burn_muon, burn_adamw } = Self::new(dist_muon.with_adamw(rest));
         let momentum = MomentumConfig { momentum: 0.0, dampening: 0.0, nesterov: false };

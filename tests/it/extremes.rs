@@ -600,6 +600,55 @@ fn a_parameter_without_gradients_is_named() {
     }
 }
 
+/// Rank 0 warns for all.
+#[test]
+fn a_parameter_without_gradients_on_any_rank_is_warned_of() {
+    logs::collect();
+    // No other test has this limit.
+    let config = config().with_rule(RoutingRule::muon("matrix")).with_max_absent(Some(11));
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let run = World::threads_with(World::devices(2), net, |world, mut net| {
+        let mut optim = DistMuonConfig::new().with_muon(config.clone()).init(&world, &net)?;
+        for _ in 0..30 {
+            let mut gradients = net.gradients(1.0);
+            gradients.remove::<1>(net.vector.id);
+            net = optim.step(0.1, net, gradients)?;
+        }
+        Ok::<_, Error>(())
+    });
+    run.unwrap();
+    let warnings = logs::with(&["WARN", "`vector` had no gradient in 11 steps in a row"]);
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+}
+
+/// The steps at which counts are read, which the guide names.
+#[test]
+fn counts_of_skipped_steps_are_read_at_the_first_step_and_at_every_25th() {
+    #[derive(Module, Debug)]
+    struct Named {
+        skipped_for_thirty_steps: Param<Tensor<2>>,
+    }
+    logs::collect();
+    let ones = Tensor::<2>::ones([4, 4], (&device(), DType::F32)).require_grad();
+    let net = Named { skipped_for_thirty_steps: Param::from_tensor(ones) };
+    let config = MuonConfig::new().with_max_skipped(None).with_rule(RoutingRule::muon("skipped"));
+    let mut optim = config.init_batched(&net).unwrap();
+    let mut net = net;
+    let warned = |net: &mut Named, optim: &mut distmuon::DistModuleOptimizer, steps: usize| {
+        for _ in 0..steps {
+            let mut gradients = GradientsParams::new();
+            let bad = Tensor::<2>::full([4, 4], f32::NAN, (&device().inner(), DType::F32));
+            gradients.register(net.skipped_for_thirty_steps.id, bad);
+            *net = optim.step(0.1, net.clone(), gradients).unwrap();
+        }
+        logs::with(&["WARN", "skipped_for_thirty_steps"]).len()
+    };
+    // Each reading is logged at the latest in the step after it.
+    for (more, expected) in [(2, 1), (22, 1), (2, 2), (4, 2)] {
+        assert_eq!(warned(&mut net, &mut optim, more), expected, "after {more} more steps");
+    }
+}
+
 /// Burn's optimizer counts nothing by itself.
 #[test]
 fn a_parameter_without_gradients_is_named_on_one_device() {

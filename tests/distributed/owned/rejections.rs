@@ -11,7 +11,9 @@ use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{Axis, DistMuonConfig, Gradients, Keep, Layout, Mesh, Place, Publish};
+use distmuon::distributed::{
+    Axis, DistModuleOptimizer, DistMuonConfig, Gradients, Keep, Layout, Mesh, Place, Publish,
+};
 use distmuon::link::Link;
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
@@ -719,6 +721,46 @@ pub fn a_rank_that_evaluates_alone_is_rejected_where_parameters_are_owned() {
         let error = train(lay, Some(evaluating)).expect_err("one rank makes other calls");
         assert!(start.elapsed() < DEADLINE / 4, "{:?}: {error}", start.elapsed());
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+    }
+}
+
+/// As in `if world.is_main() { log(world.mean(loss)?) }`.
+pub fn any_call_of_one_rank_alone_is_found_at_once() {
+    /// A rank of a training.
+    struct Rank {
+        world: World,
+        layout: Layout,
+        net: Layers,
+        optim: DistModuleOptimizer,
+    }
+    type Call = fn(Rank) -> Result<()>;
+    let calls: [(&str, Call); 7] = [
+        ("mean", |rank| rank.world.mean(1.0).map(drop)),
+        ("agree", |rank| rank.world.agree(Ok(()))),
+        ("describe", |rank| rank.world.describe().map(drop)),
+        ("all_gather_value", |rank| rank.world.all_gather_value(&1).map(drop)),
+        ("unshard", |rank| rank.layout.unshard(&rank.net).map(drop)),
+        ("discard", |rank| rank.layout.discard()),
+        ("load", |rank| rank.optim.load::<_, ()>("no such file", rank.net).map(drop)),
+    ];
+    for (name, call) in calls {
+        let start = Instant::now();
+        let run = ranks_here(3, |world| {
+            let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+            let mut net = layout.shard(layers(world.device()))?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+            for _ in 0..2 {
+                let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            if world.rank() == 1 {
+                return call(Rank { world, layout, net, optim });
+            }
+            layout.backward(&output(&net, ones(world.device())), &net).map(drop)
+        });
+        let error = run.expect_err("one rank makes another call").to_string();
+        assert!(start.elapsed() < DEADLINE / 4, "{name}, {:?}: {error}", start.elapsed());
+        assert!(error.contains("the ranks disagree"), "{name}: {error}");
     }
 }
 
