@@ -18,7 +18,7 @@ use distmuon::{
     NewtonSchulzConfig, RoutingRule, StateDtype,
 };
 use distmuon_testing::device::beyond_memory;
-use distmuon_testing::models::Layers;
+use distmuon_testing::models::{Layers, values};
 #[cfg(feature = "mpi")]
 use distmuon_testing::mpirun;
 use distmuon_testing::simulated::Simulated;
@@ -342,6 +342,9 @@ fn a_divided_model_is_saved_and_loaded_in_buckets_and_single_parameters() {
             // As for a model that every rank has: a bucket of states, or a gathered parameter with
             // its copy, on the way to the file.
             assert!(saved <= 4 * bucket + SCRATCH, "{name}, {ranks}: {saved}");
+            // The model's parts and states are replaced one by one.
+            assert!(loaded <= 4 * bucket + SCRATCH, "{name}, {ranks}: {loaded}");
+            assert!(loaded < LAYERS * matrix / 2, "{name}, {ranks}: {loaded}");
         }
     }
 }
@@ -922,8 +925,8 @@ const FROZEN: Named = ("owned, with a frozen table", |mesh| {
 });
 
 /// The bytes of all ranks beyond what their reports say: of parameters after a model is divided,
-/// and of parameters and states after a load.
-fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 2] {
+/// after an evaluation that comes before the first step, and of parameters and states after a load.
+fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 3] {
     let together = Barrier::new(ranks);
     let before = ALLOCATOR.current_usage();
     let held = || usage_of_ranks(&together) - before;
@@ -938,6 +941,9 @@ fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 2] {
         // An engine may hold the last parameter until the next call.
         world.comm().barrier()?;
         let sharded = held();
+        drop(values(&model.valid()));
+        world.comm().barrier()?;
+        let evaluated = held();
         let optim = DistMuonConfig::new().with_muon(muon.clone()).init_on(&layout, &model)?;
         optim.save(path, &model, &())?;
         let (model, optim, ()) = optim.load(path, model)?;
@@ -945,13 +951,14 @@ fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 2] {
         let loaded = held();
         let memory = optim.memory();
         drop(model);
-        Ok::<_, Error>(([sharded, loaded], [memory.parameters.now, memory.states.now]))
+        Ok::<_, Error>(([sharded, evaluated, loaded], [memory.parameters.now, memory.states.now]))
     });
     let run = run.unwrap();
     let [parameters, states] =
         [0, 1].map(|kind| run.iter().map(|(_, reported)| reported[kind]).sum::<usize>());
-    let [sharded, loaded] = run[0].0;
-    [sharded.saturating_sub(parameters), loaded.saturating_sub(parameters + states)]
+    let [sharded, evaluated, loaded] = run[0].0;
+    let [sharded, evaluated] = [sharded, evaluated].map(|held| held.saturating_sub(parameters));
+    [sharded, evaluated, loaded.saturating_sub(parameters + states)]
 }
 
 #[test]
@@ -966,14 +973,18 @@ fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
         unreported(2, division, &path); // libraries
         let (name, _) = division;
         for ranks in [2, 4] {
-            let [sharded, loaded] = unreported(ranks, division, &path);
-            println!("{name}, {ranks} ranks: {sharded} after shard, {loaded} after load");
+            let [sharded, evaluated, loaded] = unreported(ranks, division, &path);
+            println!(
+                "{name}, {ranks} ranks: {sharded} after shard, {evaluated} after an evaluation, \
+                 {loaded} after load"
+            );
             // Reports count trained parameters.
             let frozen = if name == FROZEN.0 { 4 << 20 } else { 0 };
-            assert!(sharded >= frozen && loaded >= frozen, "{name}, {ranks} ranks");
-            let [sharded, loaded] = [sharded, loaded].map(|bytes| bytes - frozen);
-            assert!(sharded <= SCRATCH, "{name}, {ranks} ranks, after shard: {sharded}");
-            assert!(loaded <= SCRATCH, "{name}, {ranks} ranks, after load: {loaded}");
+            for (held, when) in [(sharded, "shard"), (evaluated, "an evaluation"), (loaded, "load")]
+            {
+                assert!(held >= frozen, "{name}, {ranks} ranks, after {when}: {held}");
+                assert!(held - frozen <= SCRATCH, "{name}, {ranks} ranks, after {when}: {held}");
+            }
         }
     }
 }

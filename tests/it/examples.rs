@@ -79,6 +79,14 @@ fn a_program_for_threads_runs_on_the_processes_of_a_launcher() {
         String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
     assert_eq!(losses(&several), losses(&lines("minimal", &[])), "{output:?}");
     assert!(number(&several, "rank 1:") > 0.0, "{several:?}");
+
+    // The launcher's number of ranks counts, not the program's.
+    let mut mpirun = mpirun::mpirun(3);
+    mpirun.arg(command("ranks").get_program()).arg("2");
+    let output = mpirun::output(mpirun).expect("mpirun runs");
+    let three: Vec<String> =
+        String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
+    assert!(number(&three, "rank 2:") > 0.0, "{three:?}");
 }
 
 #[test]

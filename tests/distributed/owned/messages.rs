@@ -178,6 +178,40 @@ pub fn a_large_gradient_is_sent_once_and_its_sum_once_more() {
     assert_eq!(sent, elements * run[0][1] + sums);
 }
 
+/// A pass gathers layers ahead, and `unshard` nothing.
+pub fn a_whole_model_is_gathered_one_parameter_after_the_other() {
+    let run = ranks_here(2, |world| {
+        let counts = Arc::new(Mutex::new((0_isize, 0_isize)));
+        let counted = counts.clone();
+        let world = watched(&with_checkpoints(&world), move |event| {
+            if event.collective == "all_gather" {
+                let (now, most) = &mut *counted.lock().unwrap();
+                *now += if event.waits { -1 } else { 1 };
+                *most = (*most).max(*now);
+            }
+            Ok(())
+        });
+        let layout = Layout::from(&world).owned("dp");
+        let net = layout.shard(Layers::square(8, 64, world.device()))?;
+        let pass = || {
+            let x = Tensor::<2>::ones([1, 64], world.device());
+            let output = net.layers.iter().fold(x, |x, layer| layer.forward(x));
+            layout.backward(&output.square().mean(), &net).map(drop)
+        };
+        let most = || std::mem::take(&mut counts.lock().unwrap().1);
+        pass()?;
+        most();
+        pass()?;
+        let in_pass = most();
+        layout.unshard(&net)?;
+        Ok((in_pass, most()))
+    });
+    for (in_pass, in_unshard) in run.unwrap() {
+        assert!(in_pass > 1, "{in_pass}");
+        assert_eq!(in_unshard, 1);
+    }
+}
+
 /// The guide's memory of passes that no backward pass follows, and of micro-batches.
 pub fn dropped_passes_hold_what_the_guide_says() {
     const LAYERS: usize = 8;
