@@ -212,6 +212,27 @@ fn a_rank_that_departs_early_is_blamed_in_an_external_call() {
 }
 
 #[test]
+fn rank_0_waits_for_others_at_its_end_at_most_for_the_deadline() {
+    let deadline = Duration::from_secs(3); // longer than any grace
+    for leaves_at in [None, Some(deadline / 3)] {
+        let (mut world, _) = world_within(deadline, 2);
+        let other = world.0.pop().unwrap();
+        let start = Instant::now();
+        let ended = thread::scope(|scope| {
+            scope.spawn(move || {
+                // Its heartbeats go on, as those of a rank that computes.
+                thread::sleep(leaves_at.unwrap_or(3 * deadline));
+                drop(other);
+            });
+            drop(world);
+            start.elapsed()
+        });
+        let least = leaves_at.unwrap_or(deadline);
+        assert!(ended >= least && ended < 2 * deadline, "{leaves_at:?}: {ended:?}");
+    }
+}
+
+#[test]
 fn a_rank_that_departs_after_a_call_is_not_blamed_for_that_call() {
     let (mut world, _) = world(2);
     let departing = world.0.pop().unwrap();
