@@ -20,6 +20,7 @@ use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{Error, MuonConfig, RoutingRule};
 use distmuon_testing::excused;
+use distmuon_testing::soap::Soap;
 
 /// Uploads, including those of launch parameters that occur for the first time.
 static WRITES: AtomicUsize = AtomicUsize::new(0);
@@ -393,6 +394,30 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
     let with_parts = config.clone().with_muon(MuonConfig::new().with_parts(parts));
     let counted_with_parts = step(&Structure::equal(30), 1, &with_parts);
     assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (1, 0));
+}
+
+/// A bad gradient is found and taken back on the device.
+#[test]
+fn an_optimizer_of_whole_layers_does_not_wait_for_the_device() {
+    let Some(_turn) = counting() else { return };
+    let structure = Structure::equal(6);
+    let device = Device::default().autodiff();
+    let soap = MuonConfig::new()
+        .with_layer_optimizer("soap", Soap::default())
+        .with_rule(RoutingRule::custom("matrices", "soap"));
+    let mut net = Net::new(&structure, &device);
+    let mut optim = soap.init_batched(&net).expect("usable settings");
+    let mut step = |net: Net| {
+        let gradients = net.gradients();
+        optim.step(0.01, net, gradients).expect("every step succeeds")
+    };
+    for _ in 0..2 {
+        net = step(net);
+    }
+    let (_net, counted) = counted(&device.inner(), || step(net));
+    counted.print("SOAP", &structure);
+    assert_eq!(counted.reads, 0);
+    assert!(counted.launches > 0);
 }
 
 #[test]

@@ -16,6 +16,7 @@ use distmuon_testing::soap::{Soap, SoapState};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::cuts::{Cutting, loss, slices};
+use crate::owned::with_checkpoints;
 use crate::{Net, config, device, loads_states, ranks, ranks_here, trained};
 
 pub const EVERYWHERE: &[Case] = cases![
@@ -28,6 +29,7 @@ pub const IN_PROCESS: &[Case] = cases![
     a_bad_gradient_leaves_soap_and_its_state_as_they_are,
     the_operations_of_a_layer_optimizer_balance_the_ranks,
     whole_parameters_have_measured_costs,
+    divided_parameters_of_layer_optimizers_have_the_same_costs,
     operations_that_are_no_cost_are_rejected,
     a_balancing_by_which_the_layout_has_not_chosen_the_owners_is_rejected,
 ];
@@ -286,6 +288,27 @@ fn the_operations_of_a_layer_optimizer_balance_the_ranks() {
     let by_turns = soap().with_balancing(Balancing::BlockCyclic);
     let turns = planned(&by_turns, 3).1.into_iter().fold(0.0, f64::max);
     assert!(busiest <= turns, "{busiest} and {turns}");
+}
+
+/// A planner of divided models knows what it divides.
+fn divided_parameters_of_layer_optimizers_have_the_same_costs() {
+    let expected = planned(&soap(), 3).0;
+    let layouts: [fn(Layout) -> Layout; 3] =
+        [|layout| layout.owned("dp"), |layout| layout.rows("dp"), Layout::overlap_backward];
+    for (index, lay) in layouts.iter().enumerate() {
+        let costs = ranks_here(3, |world| {
+            let world = with_checkpoints(&world);
+            let layout = lay(Layout::from(&world));
+            let (_, optim) = soap().start(&layout, Net::new(world.device()))?;
+            Ok(optim.costs().clone())
+        });
+        for costs in costs.unwrap() {
+            for path in ["embedding.weight", "head.weight", "norm.gamma"] {
+                let cost = costs.of_whole(path);
+                assert!(cost.is_some() && cost == expected.of_whole(path), "{index}: {path}");
+            }
+        }
+    }
 }
 
 fn whole_parameters_have_measured_costs() {
