@@ -3,9 +3,11 @@
 //!
 //! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
 //! of the run that was not interrupted. Those with a loop of their own also train on two ranks,
-//! with the bits of one device. All models but one are routed without a rule. The ignored test
-//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`; `first_layers`
-//! prints that of first layers in `docs/guide/excluding.md`.
+//! with the bits of one device. All models but one are routed without a rule.
+//!
+//! The ignored test `losses` compares optimizers, and prints the table of
+//! `docs/results/clients.md`. `blocks` prints the table of fused projections there, and
+//! `first_layers` the table of first layers in `docs/guide/excluding.md`.
 
 mod accumulation;
 mod adapters;
