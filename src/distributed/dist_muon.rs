@@ -174,7 +174,8 @@ impl DistMuonConfig {
         let defaults = of_whole_models(&Self::new());
         let mut settings = of_whole_models(self).into_iter().zip(&defaults);
         if let Some(((name, value), _)) = settings.find(|(setting, default)| setting != *default) {
-            let expected = "the default, since an optimizer of single parameters has no plan";
+            let expected =
+                "the default, since an optimizer of single parameters updates no whole model";
             return Err(Error::setting(name, value, expected));
         }
         let config = self.muon.clone();

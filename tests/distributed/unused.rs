@@ -18,7 +18,7 @@ use distmuon::{Error, GradientBuffer, MuonConfig, Result, RoutingRule};
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
 use distmuon_testing::watched::{watched, with_counted_values};
-use distmuon_testing::worlds::{Case, cases};
+use distmuon_testing::worlds::{Case, Folder, cases};
 
 use crate::cuts::{Cutting, product, slices};
 use crate::owned::rejections::assert_failures_stop_all_ranks;
@@ -200,7 +200,10 @@ fn heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank() {
     }
 }
 
+/// Neither a save nor a whole model counts as a use.
 fn heads_that_every_rank_has_need_no_call() {
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
     let expected = on_one_rank(2, 5, |net, rank, step| {
         Some(net.loss(None, 10 * step + rank, task(rank, step)))
     });
@@ -214,6 +217,8 @@ fn heads_that_every_rank_has_need_no_call() {
                 let loss = net.loss(None, 10 * step + rank, task(rank, step));
                 let gradients = layout.backward(&loss, &net)?;
                 net = optim.step(0.01, net, gradients)?;
+                optim.save(path, &net, &step)?;
+                layout.unshard(&net)?;
             }
             Ok(weights(&layout.unshard(&net)?))
         });

@@ -1,4 +1,4 @@
-//! Ranks of MPI whose calls do not fit each other.
+//! Ranks of MPI whose calls do not fit each other, and their secrets.
 
 use std::ops::Range;
 use std::thread;

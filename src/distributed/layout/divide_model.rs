@@ -203,8 +203,9 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`] if the ranks pass models with other values, such as an average that one
-    /// of them has changed alone; as every collective.
+    /// [`Error::Mismatch`] if the ranks pass models with other values of owned parameters, such as
+    /// an average that one of them has changed alone ([`Error::PeerFailed`] on ranks that share no
+    /// such parameter with it); as every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         passes.ensure_same_values(model)?;

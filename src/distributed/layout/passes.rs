@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::MicroBatches;
 use super::identity::{Values, Version};
-use super::pass_calls::Event;
+use super::pass_calls::{Event, Events};
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
@@ -218,7 +218,7 @@ impl Passes {
         let device = inner.device();
         let used = OwnedPart { values, tensor: inner };
         if is_listing {
-            self.calling().events.push(Event::Gather(parameter.index, Some(version)));
+            self.calling().listed.push(Event::Gather(parameter.index, Some(version)));
         }
         let gathered = (!is_listing).then(|| match is_trained {
             true => self.gather(parameter, used),
@@ -281,8 +281,8 @@ impl Passes {
             // Without the lock: an evaluation in another thread does not wait for a pass.
             return whole;
         }
-        let PassMode { is_reading, is_unused, .. } = self.calling().mode;
-        if is_reading {
+        let PassMode { is_reading, is_listing, is_unused, .. } = self.calling().mode;
+        if is_reading || is_listing {
             // Without a backward pass, a count of the use would wait for a gradient for ever.
             return whole;
         }
@@ -387,18 +387,28 @@ impl Passes {
     }
 
     /// Fails unless all ranks have models of the same values: the model of the last step, or clones
-    /// that they have changed alike. All ranks make this call.
+    /// that they have changed alike. All ranks make this call. Only owned parameters are compared,
+    /// and without any it sends nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], on all ranks.
+    /// [`Error::Mismatch`], or [`Error::PeerFailed`] with its text on the ranks of other groups; a
+    /// failure of a pass.
     pub fn ensure_same_values<M: Module>(&self, model: &M) -> Result<()> {
-        let of_pass = std::mem::take(&mut self.calling().events);
+        self.ensure_alive()?;
+        if !self.parameters.iter().any(|parameter| parameter.placement.is_owned()) {
+            return Ok(());
+        }
+        self.calling().listed = Events::default();
         self.during(|state| &mut state.mode.is_listing, || drop(model.clone().materialize()));
-        let listed = std::mem::replace(&mut self.calling().events, of_pass);
-        // The ranks of other groups know of no difference.
-        let calls = self.differing_calls(&listed)?;
-        self.groups.world.agree(calls.map_or(Ok(()), |calls| Err(Error::Mismatch { calls })))
+        let listed = std::mem::take(&mut self.calling().listed);
+        // In all groups, before the ranks of other ones are told: these wait in their own.
+        let differences: Vec<_> = self.differences(&listed).collect::<Result<_>>()?;
+        let difference = differences.into_iter().flatten().next();
+        let outcome = difference.map_or(Ok(()), |calls| {
+            Err(Error::Mismatch { calls }.in_action("comparing the values of the model"))
+        });
+        self.groups.world.agree(outcome)
     }
 
     /// Runs the backward pass of a step, which adds the gradients of earlier micro-batches.

@@ -50,7 +50,7 @@ pub(crate) fn check(
         |part: &&Part| fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
     if let Some(other) = parts.iter().filter(sets_norm).find(|part| !std::ptr::eq(*part, fixing)) {
         return together(
-            format!("{fixing} with {other}"),
+            format!("{} with {other}", fixing.behaviour().name()),
             "only one of them, since both set the norm of the parameter",
         );
     }
@@ -66,7 +66,7 @@ pub(crate) fn check(
         _ => return Ok(()),
     };
     if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
-        let value = format!("{weight_decay:?} with {fixing}");
+        let value = format!("{weight_decay:?} with {}", fixing.behaviour().name());
         return Err(Error::setting("weight_decay", value, expected));
     }
     Ok(())

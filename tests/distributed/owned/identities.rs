@@ -299,14 +299,25 @@ pub fn values_of_other_models_at_one_place_are_rejected() {
     }
 }
 
-/// The usual mistake: `if world.is_main() { average = layout.average(..)? }`. Rank 0 writes the file.
+/// The usual mistake: `if world.is_main() { average = layout.average(..)? }`.
+/// Rank 0 writes the file.
 pub fn an_average_that_one_rank_has_changed_alone_is_rejected() {
     let folder = Folder::create();
     let path = &folder.path().join("run.ckpt");
-    for kind in LAYOUTS.into_iter().filter(|(is_owned, _)| *is_owned) {
+    type OnWorld = fn(&World) -> Result<Layout>;
+    let on_nodes: OnWorld = |world| {
+        let layout = Layout::new(&super::nodes(world)?).owned("gpu").overlap_backward();
+        Ok(layout.with_muon(config().muon).with_small_elements(8))
+    };
+    let layouts: [(usize, OnWorld); 3] = [
+        (2, |world| Ok(layout(world, (true, false)))),
+        (2, |world| Ok(layout(world, (true, true)))),
+        (4, on_nodes),
+    ];
+    for (count, layout) in layouts {
         for publish in [Publish::Now, Publish::AtFirstUse] {
-            let run = ranks_here(2, |world| {
-                let layout = layout(&with_checkpoints(&world), kind);
+            let run = ranks_here(count, |world| {
+                let layout = layout(&with_checkpoints(&world))?;
                 let (net, optim) = advance(&layout, start(&layout, publish)?, 0..2)?;
                 let of_all = layout.average(net.clone(), &net, 0.5)?;
                 optim.save(path, &of_all, &2_usize)?;
@@ -323,7 +334,7 @@ pub fn an_average_that_one_rank_has_changed_alone_is_rejected() {
                 }
                 checkpoint::progress::<usize>(path)
             });
-            assert_eq!(run.unwrap(), [2; 2], "{kind:?}, {publish:?}");
+            assert_eq!(run.unwrap(), vec![2; count], "{count} ranks, {publish:?}");
         }
     }
 }

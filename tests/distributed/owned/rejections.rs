@@ -487,21 +487,23 @@ pub fn a_failure_in_a_forward_pass_is_returned_by_the_next_step_or_save() {
                 false => optim.step(0.01, net, gradients).map(drop),
             };
             let text = next.err().map(|error| error.to_string());
-            texts.lock().unwrap().push((is_nan, text));
+            texts.lock().unwrap().push((rank, is_nan, text));
             Ok::<_, Error>(())
         });
         drop(run);
         let texts = texts.into_inner().unwrap();
         assert_eq!(texts.len(), 2);
-        for (is_nan, text) in texts {
-            assert!(is_nan && text.is_some(), "{saves}, {publish:?}: {text:?}");
+        for (rank, is_nan, text) in texts {
+            // Calls that run ahead may have what the victim does not send any more.
+            let may_be_early = rank != VICTIM && worlds::results_may_be_early();
+            assert!(is_nan || may_be_early, "{saves}, {publish:?}, rank {rank}");
+            assert!(text.is_some(), "{saves}, {publish:?}, rank {rank}");
         }
         assert_eq!(checkpoint::progress::<i32>(path), Ok(1), "{saves}, {publish:?}");
     }
 }
 
-/// They are sums in float32, which parameters in half precision do not take unless they are asked
-/// to.
+/// Sums of micro-batches are float32, which parameters in half precision take only if asked to.
 pub fn micro_batches_in_half_precision_need_gradients_in_float32() {
     let errors =
         errors(|world| super::train_on(world, &layout(world), &super::config(), 1, 2, DType::BF16));

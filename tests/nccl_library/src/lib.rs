@@ -3,8 +3,7 @@
 //! started by [`distmuonTestStreamCreate`]. Calls return before they are carried out, as NCCL's
 //! calls do.
 //!
-//! Different calls on different ranks, which would hang NCCL, are an error here: every call is
-//! compared between the ranks.
+//! Different calls on different ranks wait until a rank ends the communicator, as with NCCL.
 
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
 #![allow(missing_docs)] // NCCL documents its functions
@@ -32,7 +31,7 @@ pub enum Code {
     SystemError = 2,
     /// An argument is invalid.
     InvalidArgument = 4,
-    /// The ranks made calls that do not fit together.
+    /// A group has calls of several communicators or streams.
     InvalidUsage = 5,
     /// Another rank failed.
     RemoteError = 6,

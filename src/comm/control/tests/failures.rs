@@ -220,7 +220,7 @@ fn rank_0_waits_for_others_at_its_end_at_most_for_the_deadline() {
         let start = Instant::now();
         let ended = thread::scope(|scope| {
             scope.spawn(move || {
-                // Its heartbeats go on, as those of a rank that computes.
+                // Its heartbeats go on, as if the rank computed.
                 thread::sleep(leaves_at.unwrap_or(3 * deadline));
                 drop(other);
             });
@@ -228,7 +228,8 @@ fn rank_0_waits_for_others_at_its_end_at_most_for_the_deadline() {
             start.elapsed()
         });
         let least = leaves_at.unwrap_or(deadline);
-        assert!(ended >= least && ended < 2 * deadline, "{leaves_at:?}: {ended:?}");
+        let is_in_time = ended + Duration::from_millis(50) >= least && ended < 2 * deadline;
+        assert!(is_in_time, "{leaves_at:?}: {ended:?}");
     }
 }
 

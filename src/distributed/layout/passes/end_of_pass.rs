@@ -134,10 +134,10 @@ impl Passes {
         }
         // Taken before the comparison, so that a failed one does not leave them to the next pass.
         let events = std::mem::take(&mut state.events);
-        let outcome = match self.differing_calls(&events) {
-            Ok(None) => Ok(()),
-            Ok(Some(calls)) => Err(Error::Mismatch { calls }),
-            Err(error) => Err(error),
+        let outcome = match self.differences(&events).find_map(Result::transpose) {
+            None => Ok(()),
+            Some(Ok(calls)) => Err(Error::Mismatch { calls }),
+            Some(Err(error)) => Err(error),
         };
         let outcome = outcome.map_err(|error| self.ending(&events, error));
         if let Err(error) = &outcome {
@@ -148,15 +148,15 @@ impl Passes {
         outcome
     }
 
-    /// Returns what differs between the calls of the ranks, if anything does. An engine does not
-    /// notice it if they are of equal sizes, or if some are missing at the end: the comparison
-    /// takes place in the groups of the calls, where it meets them.
-    pub(super) fn differing_calls(&self, events: &Events) -> Result<Option<String>> {
-        if self.parameters.is_empty() {
-            return Ok(None);
-        }
+    /// Compares the calls of the ranks, group after group, and returns what differs in each. An
+    /// engine does not notice it if they are of equal sizes, or if some are missing at the end: the
+    /// comparison takes place in the groups of the calls, where it meets them.
+    pub(super) fn differences<'a>(
+        &'a self,
+        events: &'a Events,
+    ) -> impl Iterator<Item = Result<Option<String>>> + 'a {
         let rank = self.groups.world.rank();
-        let difference = |first: &Events, local: &Events| {
+        let difference = move |first: &Events, local: &Events| {
             let [first, local] = first.difference(local)?.map(|event| match event {
                 Some(Event::Gather(index, version)) => {
                     format!("used `{}` {}", self.parameters[index].path, of_values(version))
@@ -168,13 +168,9 @@ impl Passes {
             });
             Some(format!("rank {rank} {local} where another rank {first}"))
         };
-        let groups = self.groups.by_axes.values();
-        for group in groups.flat_map(|SharingGroup { sharing, replicas }| [sharing, replicas]) {
-            if let Some((_, calls)) = group.compare(events, difference)? {
-                return Ok(Some(calls));
-            }
-        }
-        Ok(None)
+        let groups = self.groups.by_axes.values().filter(|_| !self.parameters.is_empty());
+        let groups = groups.flat_map(|SharingGroup { sharing, replicas }| [sharing, replicas]);
+        groups.map(move |group| Ok(group.compare(events, difference)?.map(|(_, calls)| calls)))
     }
 
     /// The error of the comparison, at which a rank with fewer calls than the others arrives first:

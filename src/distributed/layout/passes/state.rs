@@ -120,6 +120,8 @@ pub struct PassState {
     pub bytes: HeldBytes,
     pub orders: UseOrders,
     pub events: Events,
+    /// The values of a model that are compared between the ranks.
+    pub listed: Events,
     pub mode: PassMode,
     /// The uses of every parameter on all ranks in this pass, once they are known. `None` if ranks
     /// have to use the same ones.

@@ -92,7 +92,9 @@ impl DistModuleOptimizer {
     ///
     /// On all ranks, if any rank has one of these errors:
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the file can't be written, in which case
-    /// a previous file at the path is unchanged; those of every collective.
+    /// a previous file at the path is unchanged; [`Error::Mismatch`](crate::Error::Mismatch) if the
+    /// ranks have models with other values of owned parameters, such as an average that one of them
+    /// has changed alone; those of every collective.
     pub fn save<M: Module, T: Serialize>(
         &self,
         path: impl AsRef<Path>,
