@@ -304,6 +304,30 @@ impl Visit for Buffers {
     }
 }
 
+/// Gives running statistics, such as BatchNorm's, the values of the last forward pass.
+///
+/// Burn keeps these beside the values until the next pass or evaluation: a visitor would read older
+/// ones, and a mapper's would be replaced by them.
+pub(crate) fn settle_statistics<M: Module>(model: &M) {
+    let mut buffers = Buffers(false);
+    visit(model, &mut buffers);
+    let mut initialised = Initialised(true);
+    visit(model, &mut initialised);
+    // A model that is not initialised has no forward pass behind it.
+    if buffers.0 && initialised.0 {
+        drop(model.valid());
+    }
+}
+
+/// `true` if every parameter is initialised.
+struct Initialised(bool);
+
+impl Visit for Initialised {
+    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        self.0 &= param.is_initialized();
+    }
+}
+
 /// The model of a rank that gets the values of the first one: parameters that are not initialised
 /// yet are zeros, and no random numbers are drawn for them.
 pub(crate) fn undrawn<M: Module>(model: M, is_first: bool) -> M {

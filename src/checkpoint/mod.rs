@@ -329,6 +329,7 @@ impl Checkpointed for ModuleOptimizer {
             let record = optim.to_record();
             drop(optim);
             let states = States::for_model(Archive::from_record(record), &ids);
+            states.ensure_of_model(&ids)?;
             let of_model = states.of_model(&ids);
             let planned = entries.iter().map(|entry| entry.planned.clone()).collect();
             let mut saving = begun.with((planned, of_model.contents()), waiting)?;

@@ -73,6 +73,7 @@ impl Divided for Undivided {
 
 /// All parameters of a model in its order, in the form in which Burn's records store them.
 pub fn entries<M: Module>(model: &M, divided: &dyn Divided) -> Vec<Entry> {
+    parameters::settle_statistics(model);
     let mut collector = Collector { path: vec![], in_part: false, divided, entries: vec![] };
     model.visit(&mut collector);
     collector.entries
@@ -95,6 +96,7 @@ pub fn load<M: Module>(
     let unused = archive.tensors().keys().filter_map(path_of).collect();
     let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
     let owned = found.map(|found| found.path).collect();
+    parameters::settle_statistics(&model);
     let mut loader = Loader {
         path: vec![],
         archive,

@@ -9,10 +9,10 @@ use burn_pack::Scalar;
 use super::read::{Archive, Renamed, Stored};
 use super::write::Contents;
 use super::{MODEL, OPTIMIZER, prefixed};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::load_difference::{Difference, DifferenceKind};
 use crate::parameters::Found;
-use crate::update::{BURNS_TIME, REFUSED, TIME, from_burns, of_burns};
+use crate::update::{BURNS_TIME, ONLY_RANK, REFUSED, TIME, from_burns, of_burns};
 
 /// Name of the number of dimensions of a parameter, which Burn writes to every state.
 pub const RANK: &str = "__rank";
@@ -151,6 +151,20 @@ impl States {
         let name = self.names.get(&(path.to_owned(), REFUSED.to_owned()))?;
         let data = self.archive.data(name).ok()?;
         Some(String::from_utf8_lossy(data.as_bytes()).into_owned())
+    }
+
+    /// Fails if there are states, and none is of a parameter of the model with these identities.
+    pub fn ensure_of_model(&self, ids: &HashMap<String, u64>) -> Result<()> {
+        let is_known = self.ids.keys().any(|path| ids.contains_key(path));
+        match self.ids.keys().min().filter(|_| !is_known) {
+            Some(path) => Err(Error::parameter(
+                path,
+                ONLY_RANK,
+                "the optimizer has a state of it, and the model does not have it",
+                "save the model that the optimizer trains, not one that contains it or a part",
+            )),
+            None => Ok(()),
+        }
     }
 
     /// The states of a model's parameters with these identities, by path. Warns of states that are

@@ -374,7 +374,11 @@ impl StateCounts {
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
         let mut warning = None;
         for (index, count) in counts.iter().enumerate() {
-            let steps = times[index] - self.times[index];
+            // A clone of the optimizer from before shares the counts.
+            let Some(steps) = times[index].checked_sub(self.times[index]) else {
+                self.in_a_row[index] = 0;
+                continue;
+            };
             // A failure of one step may be counted with the next step, which then counts twice.
             let skipped = ((count - self.seen[index]) as usize).min(steps);
             let in_a_row = &mut self.in_a_row[index];

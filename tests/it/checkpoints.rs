@@ -5,11 +5,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use burn::module::{Module, Param, ParamId};
-use burn::nn::{Linear, LinearConfig};
-use burn::optim::ModuleOptimizer;
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_pack::Reader;
-use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
+use distmuon::{DistModuleOptimizer, Error, MuonConfig, RoutingRule, checkpoint};
 use distmuon_testing::models::{self, Fixed};
 
 /// A matrix for Muon, a bias for AdamW, and tensors that are not trained.
@@ -403,4 +403,129 @@ mod older_files {
             precision::assert_same(&precision::floats(&net), &expected, name);
         }
     }
+}
+
+/// Layers around a norm with running statistics.
+#[derive(Module, Debug)]
+struct Normed {
+    up: Linear,
+    norm: BatchNorm,
+    down: Linear,
+}
+
+impl Normed {
+    fn new(seed: u64) -> Self {
+        let device = Device::default().autodiff();
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
+        let norm = BatchNormConfig::new(5).init(&device);
+        Self { up: linear(3, 5), norm, down: linear(5, 3) }.map(&mut Fixed::new(seed))
+    }
+
+    fn loss(&self, scale: f32) -> Tensor<1> {
+        let device = Device::default().autodiff();
+        let x = Tensor::<1, Int>::arange(0..12, &device).float().reshape([4, 3]) * scale;
+        self.down.forward(self.norm.forward(self.up.forward(x))).square().mean()
+    }
+
+    /// The running statistics, as an evaluation uses them.
+    fn evaluated(&self) -> [Vec<u8>; 2] {
+        let norm = self.valid().norm;
+        [norm.running_mean, norm.running_var].map(|state| models::bits(&state.value()))
+    }
+}
+
+/// Burn keeps the statistics of the last pass beside those that a visitor sees.
+#[test]
+fn running_statistics_are_saved_and_loaded_as_an_evaluation_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let config = MuonConfig::new();
+    for is_batched in [false, true] {
+        let (mut net, new) = (Normed::new(1), Normed::new(2));
+        let saved = if is_batched {
+            let mut optim = config.init_batched(&net).unwrap();
+            for step in 1..4 {
+                let gradients = GradientsParams::from_grads(net.loss(step as f32).backward(), &net);
+                net = optim.step(0.01, net, gradients).unwrap();
+            }
+            checkpoint::save(&path, &net, &optim, &3).unwrap();
+            net.evaluated()
+        } else {
+            let mut optim = config.init(&net);
+            for step in 1..4 {
+                let gradients = GradientsParams::from_grads(net.loss(step as f32).backward(), &net);
+                net = optim.step(0.01, net, gradients);
+            }
+            checkpoint::save(&path, &net, &optim, &3).unwrap();
+            net.evaluated()
+        };
+        assert!(saved != new.evaluated(), "the statistics move");
+        assert_eq!(checkpoint::load_weights(&path, new).unwrap().evaluated(), saved);
+        // As after a spike of the loss: the last pass is not a part of the run any more.
+        net.loss(1e3);
+        let net = checkpoint::load_weights(&path, net).unwrap();
+        assert_eq!(net.evaluated(), saved, "{is_batched}");
+    }
+}
+
+/// The optimizer of a part of a model.
+#[test]
+fn a_model_without_any_of_the_optimizers_parameters_is_not_saved() {
+    #[derive(Module, Debug)]
+    struct Agent {
+        online: Net,
+        target: Net,
+    }
+    let (folder, path) = saved();
+    let before = fs::read(&path).unwrap();
+    let (online, optim) = trained(7, 3);
+    let agent = Agent { online, target: Net::new(8) };
+    let error = checkpoint::save(&path, &agent, &optim, &4).unwrap_err().to_string();
+    assert!(error.contains("save the model that the optimizer trains"), "{error}");
+    assert!(fs::read(&path).unwrap() == before, "the file before stays");
+    checkpoint::save(&path, &agent.online, &optim, &4).unwrap();
+    drop((agent.target, folder));
+}
+
+/// As in a program that keeps the best model with its optimizer, and goes back to both.
+#[test]
+fn a_run_goes_back_to_a_clone_of_its_optimizer() {
+    let (mut net, mut optim) = trained(7, 40);
+    let (best, of_best) = (net.clone(), optim.clone());
+    let steps = |(mut net, mut optim): (Net, ModuleOptimizer), range: std::ops::Range<u64>| {
+        for step in range {
+            let gradients = models::gradients(&net, step);
+            net = optim.step(0.01, net, gradients);
+        }
+        (net, optim)
+    };
+    let expected = steps(trained(7, 40), 40..100).0;
+    (net, optim) = steps((net, optim), 40..110);
+    drop((net, optim));
+    // Clones count skipped steps together, and are read at every 25th.
+    let again = steps((best, of_best), 40..100).0;
+    assert!(again.bits() == expected.bits());
+}
+
+#[test]
+fn the_states_of_other_layers_continue_where_one_is_unfrozen() {
+    let frozen = |net: &Normed| Normed { down: net.down.clone().no_grad(), ..net.clone() };
+    let step = |net: Normed, optim: &mut DistModuleOptimizer, number: u64| {
+        let gradients = models::gradients(&net, number);
+        optim.step(0.01, net, gradients).unwrap()
+    };
+    let config = MuonConfig::new();
+    let mut net = frozen(&Normed::new(1));
+    let mut optim = config.init_batched(&net).unwrap();
+    for number in 0..3 {
+        net = step(net, &mut optim, number);
+    }
+    let record = optim.to_record().unwrap();
+    let thawed = Normed { down: net.down.clone().set_require_grad(true), ..net.clone() };
+    let mut of_all = config.init_batched(&thawed).unwrap().load_record(record).unwrap();
+    let expected = step(net, &mut optim, 3);
+    let continued = step(thawed.clone(), &mut of_all, 3);
+    let up = |net: &Normed| models::bits(&net.up.weight.val());
+    assert_eq!(up(&continued), up(&expected));
+    assert!(models::bits(&continued.down.weight.val()) != models::bits(&thawed.down.weight.val()));
 }

@@ -160,6 +160,10 @@ impl DistModuleOptimizer {
     /// placement of the parameters: [`Layout::backward`] of the loss times
     /// [`loss_scale`](Self::loss_scale). All ranks make this call.
     ///
+    /// A loss has one backward pass. If two optimizers train two parts of a model by it, call
+    /// `loss.backward()` once on one device, and `GradientsParams::from_module(&mut gradients,
+    /// &part)` for each part.
+    ///
     /// # Errors
     ///
     /// As [`Layout::backward`]; [`Error::Usage`] on several ranks with
