@@ -28,6 +28,7 @@ use crate::error::Result;
 use crate::flat;
 use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::{IterationPlan, NewtonSchulz};
+use crate::schedule::Schedule;
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
 /// of elements. The elements of a direction are about 1.
@@ -315,7 +316,9 @@ impl MuonUpdate {
         let [m, n] = batch.matrices.shape;
         // After this many steps no schedule moves any more, and the counts on the device need not
         // be read.
-        let settled = self.momentum.momentum.settled().max(self.weight_decay.rate().settled());
+        let schedules = [&self.momentum.momentum, self.weight_decay.rate()].into_iter();
+        let schedules = schedules.chain(self.parts.iter().filter_map(Part::schedule));
+        let settled = schedules.map(Schedule::settled).max().unwrap_or(0);
         let parameters = batch.parameters.iter().zip(lengths);
         let parameters =
             parameters.map(|(parameter, length)| (parameter.origin.step, length / (m * n)));
@@ -490,6 +493,10 @@ impl MuonUpdate {
         known.update_norm = self
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
+        known.update_input_norms = self.reads(Quantity::UpdateInputNorms).then(|| {
+            let precise = update.clone().cast(precise_dtype(update.dtype()));
+            norms_along(precise, batch.matrices.along_input())
+        });
         let (direction, plan) = self.orthogonalized(update, norms, batch.matrices);
         if let Some(plan) = plan {
             self.count_iteration(inputs, &plan, &direction.device());
@@ -546,7 +553,15 @@ impl MuonUpdate {
                 .reads(Quantity::OldOutputNorms)
                 .then(|| norms_along(started.inputs.whole(), matrices.along_output())),
             gradient_norm: None,
+            gradient_input_norms: None,
             update_norm: None,
+            update_input_norms: None,
+            next_of_schedule: self.reads(Quantity::NextOfSchedule).then(|| {
+                let schedule = self.parts.iter().find_map(Part::schedule);
+                let schedule = schedule.expect("the part that reads it has one");
+                let times = started.inputs.sections.iter().map(|section| section.time);
+                started.by_section(times.map(|time| schedule.at(time + 1)))
+            }),
         }
     }
 
@@ -561,10 +576,12 @@ impl MuonUpdate {
     ) -> (Vec<Tensor<1>>, Option<&'a Tensor<1>>) {
         let Inputs { batch, sections, .. } = started.inputs;
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
-        let reads_norm = self.reads(Quantity::GradientNorm);
+        let reads_norms = [Quantity::GradientNorm, Quantity::GradientInputNorms];
+        let [reads_norm, reads_input_norms] = reads_norms.map(|norms| self.reads(norms));
         // Joining the gradients copies them. Without a reader of whole gradients, the momentum
         // reads them where they lie.
-        if !is_coupled && !self.has_parts(Stage::Gradient) && !reads_norm {
+        let is_read = reads_norm || reads_input_norms;
+        if !is_coupled && !self.has_parts(Stage::Gradient) && !is_read {
             return (gradients, batch.factor);
         }
         let lengths = lengths(&gradients);
@@ -584,6 +601,8 @@ impl MuonUpdate {
             gradient = gradient + started.inputs.whole() * rates;
         }
         known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
+        known.gradient_input_norms =
+            reads_input_norms.then(|| norms_along(gradient.clone(), batch.matrices.along_input()));
         let gradient =
             self.apply_parts(Stage::Gradient, gradient, state, known, &|| started.mask());
         // The factor has been applied above.

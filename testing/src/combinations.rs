@@ -4,8 +4,8 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::parts::{
-    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon,
-    Part, RadialBrake, RelativeUpdate, Renormalization, RowEquilibration, Sign,
+    AdaMuon, ColumnEquilibration, EmaNesterov, Hyperball, Mars, MaxNorm, MomentumMixture, Muown,
+    Namo, NorMuon, Part, RadialBrake, RelativeUpdate, Renormalization, RowEquilibration, Sign,
 };
 use distmuon::{
     AdamWConfig, Coefficients, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
@@ -81,6 +81,11 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![Sign.into(), Muown::new().with_weight_decay(0.1).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(0.0.into())
         }),
+        ("a point ahead", {
+            let ahead = EmaNesterov::new(Schedule::constant(0.6));
+            let parts = vec![Namo::per_input(0.9, 0.75).into(), ahead.into()];
+            MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
+        }),
         ("several momenta", {
             let parts = vec![MomentumMixture::k_maxwell().into(), NorMuon::new(0.9).into()];
             MuonConfig::new().with_parts(parts).with_momentum(Schedule::constant(0.0).into())
@@ -136,7 +141,8 @@ pub fn separable(mut muon: MuonConfig) -> MuonConfig {
     muon.parts.retain(|part| {
         !matches!(
             part,
-            Part::Hyperball(_)
+            Part::EmaNesterov(_)
+                | Part::Hyperball(_)
                 | Part::MaxNorm(_)
                 | Part::Muown(_)
                 | Part::RadialBrake(_)

@@ -1,7 +1,8 @@
 //! The settings of a case of Muon.
 
 use distmuon::parts::{
-    AdaMuon, Hyperball, MomentumMixture, Muown, Namo, NorMuon, RadialBrake, RelativeUpdate, Sign,
+    AdaMuon, EmaNesterov, Hyperball, MomentumMixture, Muown, Namo, NorMuon, RadialBrake,
+    RelativeUpdate, Sign,
 };
 use distmuon::{
     Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
@@ -47,6 +48,8 @@ pub struct MuonSettings {
     pub sign: bool,
     #[serde(default)]
     pub muown: Option<Magnitudes>,
+    #[serde(default)]
+    pub ema_nesterov: Option<Lookahead>,
     #[serde(default)]
     pub splits: Option<Vec<usize>>,
     #[serde(default)]
@@ -216,6 +219,23 @@ pub struct Magnitudes {
     pub weight_decay: f64,
 }
 
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lookahead {
+    pub decay: f64,
+    pub from: f64,
+    pub to: f64,
+    /// The steps from one to the other.
+    pub steps: usize,
+}
+
+impl Lookahead {
+    fn part(self) -> Part {
+        let lookahead = Schedule::constant(self.from).linear(self.steps, self.to);
+        EmaNesterov::new(lookahead).with_decay(self.decay).into()
+    }
+}
+
 impl Mixture {
     fn part(self) -> Part {
         MomentumMixture::new(self.ages, self.weights, self.momentum).into()
@@ -263,7 +283,8 @@ impl MuonSettings {
         let mixture = self.momentum_mixture.clone().map(Mixture::part);
         let sign = self.sign.then(|| Sign.into());
         let muown = self.muown.map(Magnitudes::part);
-        let parts = [mixture, sign, second_moment, ratio, hyperball, brake, muown];
+        let ahead = self.ema_nesterov.map(Lookahead::part);
+        let parts = [mixture, sign, second_moment, ratio, hyperball, brake, muown, ahead];
         Ok(MuonConfig::new()
             .with_newton_schulz(newton_schulz)
             .with_momentum(momentum)

@@ -12,8 +12,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
 use super::muon::{
-    Brake, FormName, Magnitudes, Mixture, MuonSettings, NormalizationName, Ratio, ScaleName,
-    ViewName, WeightDecayName,
+    Brake, FormName, Lookahead, Magnitudes, Mixture, MuonSettings, NormalizationName, Ratio,
+    ScaleName, ViewName, WeightDecayName,
 };
 use super::{Case, Header, Outcome};
 
@@ -129,6 +129,24 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
             json!({
                 "nesterov": false, "weight_decay": 0.0, "scale": "spectral", "view": "batch",
                 "muown": {"betas": [0.5, 0.7], "epsilon": 1e-8, "weight_decay": 0.0},
+            }),
+        ),
+        (
+            "own-ema-nesterov",
+            vec![36, 24],
+            0.02,
+            json!({
+                "weight_decay": 0.1,
+                "ema_nesterov": {"decay": 0.7, "from": 0.2, "to": 0.8, "steps": 4},
+            }),
+        ),
+        (
+            "own-ema-nesterov-stack",
+            vec![3, 10, 24],
+            0.05,
+            json!({
+                "view": "batch",
+                "ema_nesterov": {"decay": 0.99, "from": 0.6, "to": 0.0, "steps": 5},
             }),
         ),
     ]
@@ -248,6 +266,8 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
     let mut momentum = vec![0.0; init.len()];
     let averages = settings.momentum_mixture.as_ref().map_or(0, |mixture| mixture.ages.len());
     let mut averages = vec![vec![0.0; init.len()]; averages];
+    // The average of the last steps of `ema_nesterov`, and the lookahead of the step.
+    let (mut average_step, mut lookahead) = (vec![0.0; init.len()], 0.0);
     let mut rows_of_muown: Vec<MuownRow> = match settings.muown {
         Some(_) => init.chunks(columns).map(MuownRow::new).collect(),
         None => vec![],
@@ -256,7 +276,7 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
         .iter()
         .enumerate()
         .map(|(step, grad)| {
-            let mut grad = grad.clone();
+            let (mut grad, before) = (grad.clone(), parameter.clone());
             if let Some(Mixture { ages, weights, momentum }) = &settings.momentum_mixture {
                 let mut mixed: Vec<f64> = grad.iter().map(|g| (1.0 - momentum) * g).collect();
                 for ((average, age), weight) in averages.iter_mut().zip(ages).zip(weights) {
@@ -324,6 +344,18 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                 for (index, value) in matrix.iter_mut().enumerate() {
                     *value = new[(index / columns, index % columns)];
                 }
+            }
+            if let Some(Lookahead { decay, from, to, steps }) = settings.ema_nesterov {
+                let progress = ((step + 2) as f64 / steps as f64).min(1.0);
+                let next = from + (to - from) * progress;
+                for ((y, average), before) in
+                    parameter.iter_mut().zip(&mut average_step).zip(&before)
+                {
+                    let step = *y - (before - lookahead * *average);
+                    *average = decay * *average + (1.0 - decay) * step;
+                    *y += next * *average;
+                }
+                lookahead = next;
             }
             parameter.clone()
         })

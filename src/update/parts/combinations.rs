@@ -41,13 +41,29 @@ pub(crate) fn check(
             "zero, since the mixture is the momentum",
         ));
     }
-    // The rest is about a part that fixes the norms of parameters.
     let fixes_norm = |part: &&Part| matches!(part, Part::Muown(_) | Part::Hyperball(_));
+    let sets_norm =
+        |part: &&Part| fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
+    if let Some(ahead) = parts.iter().find(|part| matches!(part, Part::EmaNesterov(_))) {
+        let name = ahead.behaviour().name();
+        if let Some(other) = parts.iter().find(sets_norm) {
+            return together(
+                format!("{name} with {other}"),
+                "only one of them, since the point ahead has not the norm that the other sets",
+            );
+        }
+        if matches!(weight_decay, WeightDecay::CautiousAfter(_)) {
+            return Err(Error::setting(
+                "weight_decay",
+                format!("{weight_decay:?} with {name}"),
+                "another kind, since the average of the steps would lack this one",
+            ));
+        }
+    }
+    // The rest is about a part that fixes the norms of parameters.
     let Some(fixing) = parts.iter().find(fixes_norm) else {
         return Ok(());
     };
-    let sets_norm =
-        |part: &&Part| fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
     if let Some(other) = parts.iter().filter(sets_norm).find(|part| !std::ptr::eq(*part, fixing)) {
         return together(
             format!("{} with {other}", fixing.behaviour().name()),
@@ -86,7 +102,8 @@ fn first_resized(parts: &[Part]) -> Option<(&Part, &Part)> {
     let after: Vec<&Part> =
         parts.iter().filter(|part| part.stages().contains(&Stage::After)).collect();
     let only_scales = |part: &Part| match part {
-        Part::Renormalization(_) | Part::Namo(_) => true,
+        Part::Renormalization(_) => true,
+        Part::Namo(part) => part.per_input.is_none(),
         Part::RelativeUpdate(part) => part.to == RelativeTo::Matrix,
         _ => false,
     };

@@ -5,6 +5,7 @@
 
 mod adamuon;
 mod combinations;
+mod ema_nesterov;
 mod equilibration;
 mod hyperball;
 mod mars;
@@ -27,9 +28,11 @@ use super::state::{Slot, Slots};
 use crate::backend::FiniteMask;
 use crate::error::Result;
 use crate::matrix_view::MatrixLayout;
+use crate::schedule::Schedule;
 
 pub use adamuon::AdaMuon;
 pub(crate) use combinations::check as check_combination;
+pub use ema_nesterov::EmaNesterov;
 pub use equilibration::{ColumnEquilibration, RowEquilibration};
 pub use hyperball::{Hyperball, Radius};
 pub use mars::Mars;
@@ -47,7 +50,8 @@ pub use sign::Sign;
 /// run stage after stage, and within a stage in the order in which they are listed: see
 /// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
 /// [`Hyperball`] with [`MaxNorm`], with [`RadialBrake`] or with a weight decay that only scales,
-/// [`Muown`] with one of these parts or with any weight decay, [`MomentumMixture`] with a momentum,
+/// [`Muown`] with one of these parts or with any weight decay, [`EmaNesterov`] with any of these
+/// four parts or with a decay after the parts, [`MomentumMixture`] with a momentum,
 /// and a scale after the iteration ([`Renormalization`], [`Namo`], [`RelativeUpdate`] of matrices)
 /// right before a part that sets the norm anew.
 ///
@@ -99,6 +103,8 @@ pub enum Part {
     RadialBrake(RadialBrake),
     /// Trains magnitudes and directions of outputs apart.
     Muown(Muown),
+    /// Moves the parameter ahead along an average of the last steps.
+    EmaNesterov(EmaNesterov),
 }
 
 /// The position of a [`Part`] in Muon's update.
@@ -117,7 +123,7 @@ pub enum Stage {
 
 /// The names of all slots that parts may store. A record does not know the configuration, and is
 /// read by these.
-pub(crate) const SLOT_NAMES: [&str; 21] = [
+pub(crate) const SLOT_NAMES: [&str; 23] = [
     normuon::SECOND_MOMENT,
     adamuon::SECOND_MOMENT,
     namo::SECOND_MOMENT,
@@ -131,6 +137,8 @@ pub(crate) const SLOT_NAMES: [&str; 21] = [
     muown::MOMENTS[1],
     muown::WEIGHTS[0],
     muown::WEIGHTS[1],
+    ema_nesterov::AVERAGE,
+    ema_nesterov::LOOKAHEAD,
     momentum_mixture::AVERAGES[0],
     momentum_mixture::AVERAGES[1],
     momentum_mixture::AVERAGES[2],
@@ -159,6 +167,11 @@ trait Behaviour {
         false
     }
 
+    /// The setting that changes over the steps of a run.
+    fn schedule(&self) -> Option<&Schedule> {
+        None
+    }
+
     /// The slots that it stores of matrices.
     fn slots(&self, _matrices: Matrices) -> Vec<Slot> {
         vec![]
@@ -176,6 +189,11 @@ pub(crate) struct Matrices {
 }
 
 impl Matrices {
+    /// The dimension of a batch `[k, m, n]` along which the entries of one input are.
+    pub(super) fn along_input(self) -> usize {
+        3 - self.along_output()
+    }
+
     /// The dimension of a batch `[k, m, n]` along which the entries of one output are: of the rows,
     /// in the literature's layout `[outputs, inputs]`.
     pub(super) fn along_output(self) -> usize {
@@ -195,7 +213,10 @@ pub(super) enum Quantity {
     OldNorm,
     OldOutputNorms,
     GradientNorm,
+    GradientInputNorms,
     UpdateNorm,
+    UpdateInputNorms,
+    NextOfSchedule,
 }
 
 /// The quantities of a step so far. Tensors have one value for every matrix, `[k, 1, 1]`, and are
@@ -217,8 +238,14 @@ pub(super) struct Known {
     pub old_output_norms: Option<Tensor<3>>,
     /// The Frobenius norm of the gradient.
     pub gradient_norm: Option<Tensor<3>>,
+    /// The norms of the entries of every input of the gradient, as `old_output_norms`.
+    pub gradient_input_norms: Option<Tensor<3>>,
     /// The Frobenius norm of what is orthogonalised.
     pub update_norm: Option<Tensor<3>>,
+    /// The norms of the entries of every input of what is orthogonalised.
+    pub update_input_norms: Option<Tensor<3>>,
+    /// The value of the part's schedule at the matrix's next step.
+    pub next_of_schedule: Option<Tensor<3>>,
 }
 
 /// The circumstances of a part.
@@ -273,6 +300,7 @@ impl Part {
             Self::MaxNorm(part) => part,
             Self::RadialBrake(part) => part,
             Self::Muown(part) => part,
+            Self::EmaNesterov(part) => part,
         }
     }
 
@@ -291,6 +319,10 @@ impl Part {
 
     pub(super) fn reads(&self, quantity: Quantity) -> bool {
         self.behaviour().reads(quantity)
+    }
+
+    pub(super) fn schedule(&self) -> Option<&Schedule> {
+        self.behaviour().schedule()
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -97,6 +97,51 @@ fn adamuon_divides_by_a_second_moment_of_elements() {
     }
 }
 
+/// NAMO-D, with and without a limit that some factors reach.
+#[test]
+fn namo_scales_each_input_by_norms_of_its_own() {
+    let mu = 0.9;
+    for (limit, corrects) in [(0.0, false), (0.9, false), (0.75, true), (1.0, true)] {
+        let momentum =
+            MomentumConfig::new().with_momentum(mu.into()).with_bias_correction(corrects);
+        let part = Namo::per_input(BETA_2, limit).with_epsilon(1e-8);
+        let config = with(part.with_bias_correction(corrects)).with_momentum(momentum);
+        for (case, grads) in cases() {
+            let grads: Vec<_> =
+                grads.iter().zip([1.0, 30.0, 0.1]).map(|(grad, size)| times(size, grad)).collect();
+            let inputs = grads[0].ncols();
+            let (mut moments, mut momentum) = (vec![0.0; inputs], times(0.0, &grads[0]));
+            let expected = (1..).zip(&grads).map(|(step, grad)| {
+                for (input, moment) in moments.iter_mut().enumerate() {
+                    *moment = BETA_2 * *moment + (1.0 - BETA_2) * grad.col(input).squared_norm_l2();
+                }
+                momentum = times(mu, &momentum) + times(1.0 - mu, grad);
+                let update = times(mu, &momentum) + times(1.0 - mu, grad);
+                let [by_update, by_moment] = match corrects {
+                    true => [1.0 - f64::powi(mu, step + 1), 1.0 - f64::powi(BETA_2, step)],
+                    false => [1.0; 2],
+                };
+                let factor = |input: usize| {
+                    let root = (moments[input] / by_moment).sqrt() + 1e-8;
+                    update.col(input).norm_l2() / by_update / root
+                };
+                let factors: Vec<f64> = (0..inputs).map(factor).collect();
+                let mean = factors.iter().sum::<f64>() / inputs as f64;
+                let limited = |factor: f64| match limit > 0.0 {
+                    true => factor.clamp(limit * mean, mean / limit),
+                    false => factor,
+                };
+                let of_inputs: Vec<f64> = factors.into_iter().map(limited).collect();
+                mapped(&iterated(&update), |_, input, x| of_inputs[input] * x)
+            });
+            let expected: Vec<_> = expected.collect();
+            for layout in LAYOUTS {
+                all_close(&updates(&config, &grads, layout), &expected, case);
+            }
+        }
+    }
+}
+
 #[test]
 fn namo_scales_by_the_norms_of_momentum_and_gradients() {
     let mu = 0.9;

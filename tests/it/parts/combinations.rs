@@ -2,7 +2,7 @@
 
 use burn::optim::Optimizer;
 use burn::tensor::{DType, Device, Tensor};
-use distmuon::parts::{AdaMuon, Hyperball, Mars, Muown, Namo, NorMuon};
+use distmuon::parts::{AdaMuon, EmaNesterov, Hyperball, Mars, Muown, Namo, NorMuon};
 use distmuon::{DistMuonConfig, Error, MuonConfig, Result, World, checkpoint};
 use distmuon_testing::combinations::{Net, combinations, routed, with_momentum};
 use distmuon_testing::references::random;
@@ -32,6 +32,7 @@ fn checkpoints_without_the_state_of_a_part_are_rejected_by_name() {
         (Mars::new(0.025).into(), "previous_gradient"),
         (Hyperball::initial().into(), "radius"),
         (Muown::new().into(), "magnitude"),
+        (EmaNesterov::new(0.5.into()).into(), "average_step"),
     ] {
         let config = MuonConfig::new().with_weight_decay(0.0.into()).with_parts(vec![part]);
         let dist = DistMuonConfig::new().with_muon(routed(config));

@@ -1,8 +1,8 @@
 //! Settings and combinations of parts that no run can use.
 
 use distmuon::parts::{
-    AdaMuon, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon, RadialBrake,
-    RelativeUpdate, Renormalization, RowEquilibration,
+    AdaMuon, EmaNesterov, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon,
+    RadialBrake, RelativeUpdate, Renormalization, RowEquilibration,
 };
 use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
 
@@ -27,6 +27,9 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((AdaMuon::new(value).into(), "AdaMuon.beta_2"));
         invalid.push((Namo::new(value).into(), "Namo.beta_2"));
     }
+    for value in [-0.1, 1.1, f64::NAN] {
+        invalid.push((Namo::per_input(0.9, value).into(), "Namo.per_input"));
+    }
     for value in no_sizes {
         invalid.push((NorMuon::new(0.9).with_epsilon(value).into(), "NorMuon.epsilon"));
         invalid.push((AdaMuon::new(0.9).with_epsilon(value).into(), "AdaMuon.epsilon"));
@@ -44,8 +47,12 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((Muown::new().with_betas([0.9, value]).into(), "Muown.betas"));
         let mixture = MomentumMixture::new(vec![1.0], vec![1.0], value);
         invalid.push((mixture.into(), "MomentumMixture.momentum"));
+        let ahead = EmaNesterov::new(0.5.into()).with_decay(value);
+        invalid.push((ahead.into(), "EmaNesterov.decay"));
     }
     for value in no_sizes {
+        let ahead = EmaNesterov::new(Schedule::constant(0.5).linear(3, value));
+        invalid.push((ahead.into(), "EmaNesterov.lookahead"));
         invalid.push((Muown::new().with_epsilon(value).into(), "Muown.epsilon"));
         invalid.push((Muown::new().with_weight_decay(value).into(), "Muown.weight_decay"));
         let ages = MomentumMixture::new(vec![1.0, value], vec![0.5; 2], 0.9);
@@ -80,6 +87,7 @@ fn invalid_settings_of_parts_are_rejected() {
 fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
     let (ball, namo) = (Part::from(Hyperball::initial()), Part::from(Namo::new(0.9)));
     let orthogonal = Part::from(Renormalization::orthogonal());
+    let ahead = Part::from(EmaNesterov::new(0.5.into()));
     for (parts, reason) in [
         (vec![NorMuon::new(0.9).into(), NorMuon::per_output(0.5).into()], "at most once"),
         (vec![RowEquilibration.into(), RowEquilibration.into()], "at most once"),
@@ -88,6 +96,9 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         (vec![ball.clone(), RadialBrake::new(0.5, 1.0).into()], "set the norm of the parameter"),
         (vec![Muown::new().into(), ball.clone()], "set the norm of the parameter"),
         (vec![MaxNorm::new(1.0).into(), Muown::new().into()], "set the norm of the parameter"),
+        (vec![ahead.clone(), ball.clone()], "norm that the other sets"),
+        (vec![MaxNorm::new(1.0).into(), ahead.clone()], "norm that the other sets"),
+        (vec![Muown::new().into(), ahead.clone()], "norm that the other sets"),
         (vec![namo.clone(), ball.clone()], "undoes the scale"),
         (vec![namo.clone(), orthogonal.clone()], "undoes the scale"),
         // Parts of other stages are not in between.
@@ -111,6 +122,7 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
     // In these, each part has an effect.
     for parts in [
         vec![ball.clone(), namo.clone()],
+        vec![Namo::per_input(0.9, 0.75).into(), ball.clone()],
         vec![orthogonal.clone(), namo.clone()],
         vec![namo, NorMuon::new(0.9).into(), ball.clone()],
         vec![orthogonal, NorMuon::new(0.9).into()],
@@ -162,6 +174,12 @@ fn a_mixture_replaces_the_momentum_and_muown_the_decay() {
         assert!(setting == "weight_decay" && message.contains("Muown::weight_decay"), "{message}");
     }
     muown().with_weight_decay(0.0.into()).try_build().unwrap();
+
+    let ahead = || plain().with_parts(vec![EmaNesterov::new(0.5.into()).into()]);
+    let after = WeightDecay::CautiousAfter(0.1.into());
+    let (setting, message) = rejected(&ahead().with_weight_decay(after));
+    assert!(setting == "weight_decay" && message.contains("average of the steps"), "{message}");
+    ahead().with_weight_decay(0.1.into()).try_build().unwrap();
 }
 
 #[test]
