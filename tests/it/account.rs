@@ -143,6 +143,22 @@ fn every_matrix_is_orthogonalised_once_by_the_owners_of_the_plan() {
     }
 }
 
+/// The device drops its result.
+#[test]
+fn a_matrix_that_skips_a_step_violates_no_expectation() {
+    let net = Net::new(&device());
+    let config = config()
+        .expect(Expectation::Muon("stack".into()))
+        .expect(Expectation::MuonShare(0.1))
+        .expect(Expectation::OncePerStep);
+    let mut optim = config.init_batched(&net).unwrap();
+    let mut grads = without_unused(&net);
+    let bad = grads.remove::<3>(net.stack.id).unwrap().mul_scalar(f32::NAN);
+    grads.register(net.stack.id, bad);
+    optim.step(0.01, net, grads).unwrap();
+    assert_eq!(optim.skipped_steps().read().len(), 1);
+}
+
 #[test]
 fn groups_add_up_and_print() {
     let (account, _) = accounts(2, false).swap_remove(0);

@@ -11,11 +11,12 @@ use burn::nn::{
 };
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
+use distmuon::distributed::Layout;
 use distmuon::exchange::{Exchange, Implementation};
 use distmuon::{
-    AdamWConfig, Coefficients, DistMuonConfig, Error, IterationDtype, LrScale, MasterWeights,
-    MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, NewtonSchulzConfig, Recipe,
-    RoutingRule, WeightDecay, World, checkpoint,
+    AdamWConfig, Coefficients, DistMuonConfig, Error, IterationDtype, LionConfig, LrScale,
+    MasterWeights, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, NewtonSchulzConfig,
+    Recipe, RoutingRule, WeightDecay, World, checkpoint,
 };
 use distmuon_testing::excused;
 use distmuon_testing::models::{self, Fixed};
@@ -166,6 +167,83 @@ fn a_run_comes_back_from_every_implementation_and_continues() {
         let experts = [&continued, &expected].map(|net| models::bits(&net.experts.val()));
         assert_eq!(experts[0], experts[1], "{implementation}: Muon's bits");
         on_ranks(&at("back.bpk"), &config, &expected_values);
+    }
+}
+
+/// A model of another stack that was published without its optimizer.
+#[test]
+fn weights_alone_come_with_states_that_start_empty() {
+    let config = config(MomentumForm::Average);
+    let (folder, (net, _)) = saved(&config);
+    let at = |name: &str| folder.path().join(name);
+    let exchange = Exchange::new(Implementation::Torch);
+    exchange.export(at("run.bpk"), at("file"), &Net::new(1)).unwrap();
+    let mut file = tensors(&at("file"));
+    file.retain(|name, _| !name.starts_with("optimizer."));
+    write(&at("weights"), &file);
+    exchange.import(at("weights"), at("back.bpk"), &Net::new(2), &0usize).unwrap();
+    let other = Net::new(3);
+    let fresh = config.init(&other);
+    let (back, optim, _): (Net, _, usize) = checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+    assert_eq!(models::weights(&back), models::weights(&net));
+    let expected = steps((back.clone(), config.init(&back)), 0..3).0;
+    assert_eq!(models::weights(&steps((back, optim), 0..3).0), models::weights(&expected));
+}
+
+#[test]
+fn the_momentum_of_lion_comes_back() {
+    for implementation in Implementation::ALL {
+        let config = config(form(implementation)).with_rest(LionConfig::new().into());
+        let (folder, (net, optim)) = saved(&config);
+        let at = |name: &str| folder.path().join(name);
+        // Lion counts no steps.
+        let exchange = Exchange::new(implementation).with_steps(3);
+        exchange.export(at("run.bpk"), at("file"), &Net::new(1)).unwrap();
+        exchange.import(at("file"), at("back.bpk"), &Net::new(2), &3usize).unwrap();
+        let other = Net::new(3);
+        let fresh = config.init(&other);
+        let (back, of_back, _): (Net, _, usize) =
+            checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+        let (expected, _) = steps((net, optim), 3..6);
+        let (continued, _) = steps((back, of_back), 3..6);
+        assert_eq!(models::weights(&continued), models::weights(&expected), "{implementation}");
+    }
+}
+
+#[test]
+fn an_imported_run_continues_with_divided_parameters() {
+    let config = config(MomentumForm::Average);
+    let (folder, (net, optim)) = saved(&config);
+    let at = |name: &str| folder.path().join(name);
+    let exchange = Exchange::new(Implementation::Torch);
+    exchange.export(at("run.bpk"), at("file"), &Net::new(1)).unwrap();
+    exchange.import(at("file"), at("back.bpk"), &Net::new(2), &3usize).unwrap();
+    let loss = |net: &Net| {
+        let device = net.head.weight.val().device();
+        let tokens = Tensor::<2, Int>::from_data([[1, 5, 3]], &device);
+        let x = net.embedding.forward(tokens);
+        let x = net.blocks.iter().fold(x, |x, block| block.forward(x));
+        net.head.forward(net.norm.forward(net.columns.forward(x))).square().mean()
+    };
+    let (mut alone, mut optim) = (net, optim);
+    for _ in 0..3 {
+        let gradients = GradientsParams::from_grads(loss(&alone).backward(), &alone);
+        alone = optim.step(0.01, alone, gradients);
+    }
+    let device = Device::default().autodiff().gradient_checkpointing();
+    let runs = World::threads(vec![device; 2], |world| {
+        let dist = DistMuonConfig::new().with_muon(config.clone());
+        let layout = Layout::from(&world).owned("dp").with_small_elements(0);
+        let (net, optim) = dist.start(&layout, Net::new(4))?;
+        let (mut net, mut optim, _) = optim.load::<_, usize>(at("back.bpk"), net)?;
+        for _ in 0..3 {
+            let gradients = optim.backward(&loss(&net), &net)?;
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok::<_, Error>(models::values(&layout.unshard(&net)?))
+    });
+    for run in runs.unwrap() {
+        assert_close(&run, &models::values(&alone));
     }
 }
 
@@ -885,6 +963,22 @@ fn what_has_no_place_is_listed() {
     let optim = config.init(&net);
     let loaded: distmuon::Result<(Net, _, usize)> = checkpoint::load(at("back.bpk"), net, optim);
     assert!(matches!(loaded, Err(Error::OtherRun { .. })));
+}
+
+/// The states that the guide names.
+#[test]
+fn states_that_another_stack_does_not_know_are_listed() {
+    let config = config(MomentumForm::Average)
+        .with_adamw(AdamWConfig::new().with_amsgrad(true))
+        .with_rule(RoutingRule::muon(r"blocks\.0\.weight").split([3, 6]));
+    let (folder, (net, _)) = saved(&config);
+    let at = |name: &str| folder.path().join(name);
+    let left = Exchange::new(Implementation::Torch).export(at("run.bpk"), at("file"), &net);
+    let left: Vec<String> = left.unwrap().iter().map(ToString::to_string).collect();
+    for path in ["embedding.weight", "blocks.0.weight", "norm.gamma"] {
+        let is_listed = |line: &String| line.contains(&format!("`{path}`"));
+        assert!(left.iter().any(is_listed), "{path}: {left:#?}");
+    }
 }
 
 #[test]

@@ -466,6 +466,25 @@ fn ranks_clip_by_the_largest_maximum_of_all() {
     }
 }
 
+/// All ranks clip the other heads alike.
+#[test]
+fn a_head_that_is_not_finite_on_one_rank_is_left_as_it_is_on_all() {
+    let net = Net::multi_head();
+    let config = MULTI_HEAD.config(MatrixLayout::InOut).with_tau(1.5);
+    let run = World::threads_with(vec![device(); 2], net.clone(), |world, net| -> Result<_> {
+        let clip = config.init(&net)?;
+        let first = if world.rank() == 1 { f64::NAN } else { 4.0 };
+        let logits = reported(&[vec![first, 4.0, 1.0, 1.0], vec![1.0; 4]]);
+        let (net, heads) = clip.apply_on(&world, net, &logits)?;
+        Ok((weights(&net), heads.read()))
+    });
+    let run = run.unwrap();
+    assert!(run[0] == run[1]);
+    let report = &run[0].1[0];
+    assert_eq!((report.clipped, report.not_finite), (1, 1), "{report:?}");
+    assert!(run[0].0 != weights(&net), "the second head is clipped");
+}
+
 #[test]
 fn a_rank_with_a_wrong_report_ends_the_world() {
     let net = Net::multi_head();

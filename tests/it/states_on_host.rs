@@ -43,6 +43,9 @@ fn cases() -> Vec<(&'static str, DType, DistMuonConfig)> {
     if device().supports_dtype(DType::I8) {
         cases.push(("8 bits", DType::F32, dist(full().with_state_dtype(StateDtype::Int8))));
     }
+    if has(FloatDType::F16) {
+        cases.push(("masters of float16", DType::F16, dist(full())));
+    }
     if has(FloatDType::BF16) {
         cases.push(("masters", DType::BF16, dist(full())));
         cases.push(("mantissas", DType::BF16, dist(config(MasterWeights::Mantissa))));
