@@ -3,7 +3,7 @@
 //! silence. Here a rule keeps the reason in place of such a state. The next step reports all of
 //! them, and a record has the reasons as texts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::optim::{
@@ -99,6 +99,8 @@ struct Refused {
     /// `true` once a state was loaded.
     has_loaded: bool,
     last_steps: LastSteps,
+    /// The last steps of each parameter, if they all began with an empty state.
+    begun: HashMap<String, usize>,
 }
 
 impl Drop for Refused {
@@ -142,6 +144,15 @@ impl Refusals {
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
         refused.is_used = true;
+        let begun = refused.begun.entry(parameter.to_owned()).or_default();
+        *begun += 1;
+        if *begun == 3 {
+            log::warn!(
+                "`{parameter}` began three steps in a row with an empty state: expected the same \
+                 `ParamId` in every step, got a new one; change weights by `Param::map`, which \
+                 keeps it"
+            );
+        }
         if refused.unknown.is_empty() {
             if refused.has_loaded {
                 log::warn!(
@@ -207,6 +218,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         grad: BridgeTensor,
         state: Option<DynState>,
     ) -> (BridgeTensor, Option<DynState>) {
+        let continues = state.is_some();
         let state = match state.map(DynState::downcast::<Held>) {
             Some(Held::State(state)) => Some(state),
             Some(Held::Refused(_)) => panic!("{}", self.refusals.error()),
@@ -216,7 +228,14 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
                 None
             }
         };
-        let missing = self.refusals.lock().last_steps.count(&self.parameter);
+        let missing = {
+            let mut refused = self.refusals.lock();
+            // Empty from the second step on.
+            if continues && !refused.begun.is_empty() {
+                refused.begun.remove(&*self.parameter);
+            }
+            refused.last_steps.count(&self.parameter)
+        };
         missing.into_iter().for_each(|warning| log::warn!("{warning}"));
         let (updated, state) = self.rule.step_dyn(rank, lr, parameter, grad, state);
         (updated, state.map(|state| DynState::create(Held::State(state), rank)))

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
-use burn::tensor::{Bytes, Device, Tensor};
+use burn::tensor::{Bytes, DType, Device, Tensor};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{Axis, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowLinear};
@@ -89,6 +89,30 @@ impl Pair for StudentFirst {
 /// The values of student and teacher.
 fn of_parts(pair: &impl Pair) -> [Vec<f32>; 2] {
     pair.parts().map(values)
+}
+
+/// Burn keys states by the identity of a parameter.
+#[test]
+fn a_parameter_with_a_new_identity_in_every_step_is_warned_of() {
+    #[derive(Module, Debug)]
+    struct Renewed {
+        renewed_in_every_step: Param<Tensor<2>>,
+    }
+    logs::collect();
+    let device = Device::default().autodiff();
+    let ones = Tensor::<2>::ones([4, 4], (&device, DType::F32)).require_grad();
+    let mut net = Renewed { renewed_in_every_step: Param::from_tensor(ones) };
+    let mut optim = MuonConfig::new().with_rule(RoutingRule::muon("renewed")).init(&net);
+    let warnings = || logs::with(&["WARN", "renewed_in_every_step", "`Param::map`"]).len();
+    for (step, expected) in [0, 0, 1, 1, 1].into_iter().enumerate() {
+        let mut gradients = GradientsParams::new();
+        let weight = net.renewed_in_every_step.val();
+        gradients.register(net.renewed_in_every_step.id, weight.clone().inner());
+        net = optim.step(0.01, net, gradients);
+        assert_eq!(warnings(), expected, "step {step}");
+        let clipped = net.renewed_in_every_step.val().clamp(-1.0, 1.0).detach();
+        net.renewed_in_every_step = Param::from_tensor(clipped.require_grad());
+    }
 }
 
 #[test]
