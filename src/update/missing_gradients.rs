@@ -53,7 +53,8 @@ impl Absence {
                 "no parameter has a gradient",
                 "gradients of the model that is stepped",
                 format!("none in {} steps in a row", self.of_all),
-                "take the gradients from the loss of this model; `max_absent` is the limit",
+                "take the gradients from the loss of this model, and end a change of its weights \
+                 with `detach` and `require_grad`; `max_absent` is the limit",
             ));
         }
         // Once for each row of such steps, in the first: a program may skip steps on purpose.
