@@ -23,6 +23,7 @@ use distmuon_testing::models::{self, Fixed};
 use distmuon_testing::precision::{self, Rounded, has};
 use safetensors::tensor::Dtype;
 use safetensors::{SafeTensors, serialize_to_file, tensor::TensorView};
+use serde::de::DeserializeOwned;
 
 /// Tensors of a file by name: type, shape and bytes.
 type Contents = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
@@ -94,6 +95,16 @@ fn saved(config: &MuonConfig) -> (tempfile::TempDir, (Net, ModuleOptimizer)) {
     (folder, (net, optim))
 }
 
+/// A run that continues from a checkpoint, with another model than the one that saved it.
+fn loaded<M: Module, P: DeserializeOwned>(
+    path: &Path,
+    config: &MuonConfig,
+    net: M,
+) -> (M, ModuleOptimizer, P) {
+    let optim = config.init(&net);
+    checkpoint::load(path, net, optim).unwrap()
+}
+
 /// The tensors of a file: types, shapes and bytes.
 fn tensors(path: &Path) -> Contents {
     let bytes = fs::read(path).unwrap();
@@ -148,10 +159,7 @@ fn a_run_comes_back_from_every_implementation_and_continues() {
         assert_eq!(left_out, [format!("optimizer state of `experts`: {idle}")]);
         exchange.import(at("file"), at("back.bpk"), &Net::new(2), &3usize).unwrap();
 
-        let other = Net::new(3);
-        let fresh = config.init(&other);
-        let (back, back_optim, step): (Net, _, usize) =
-            checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+        let (back, back_optim, step) = loaded::<_, usize>(&at("back.bpk"), &config, Net::new(3));
         assert_eq!(step, 3);
         assert_eq!(models::weights(&back), models::weights(&net), "{implementation}");
         assert_eq!(
@@ -182,9 +190,7 @@ fn weights_alone_come_with_states_that_start_empty() {
     file.retain(|name, _| !name.starts_with("optimizer."));
     write(&at("weights"), &file);
     exchange.import(at("weights"), at("back.bpk"), &Net::new(2), &0usize).unwrap();
-    let other = Net::new(3);
-    let fresh = config.init(&other);
-    let (back, optim, _): (Net, _, usize) = checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+    let (back, optim, _) = loaded::<_, usize>(&at("back.bpk"), &config, Net::new(3));
     assert_eq!(models::weights(&back), models::weights(&net));
     let expected = steps((back.clone(), config.init(&back)), 0..3).0;
     assert_eq!(models::weights(&steps((back, optim), 0..3).0), models::weights(&expected));
@@ -200,10 +206,7 @@ fn the_momentum_of_lion_comes_back() {
         let exchange = Exchange::new(implementation).with_steps(3);
         exchange.export(at("run.bpk"), at("file"), &Net::new(1)).unwrap();
         exchange.import(at("file"), at("back.bpk"), &Net::new(2), &3usize).unwrap();
-        let other = Net::new(3);
-        let fresh = config.init(&other);
-        let (back, of_back, _): (Net, _, usize) =
-            checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+        let (back, of_back, _) = loaded::<_, usize>(&at("back.bpk"), &config, Net::new(3));
         let (expected, _) = steps((net, optim), 3..6);
         let (continued, _) = steps((back, of_back), 3..6);
         assert_eq!(models::weights(&continued), models::weights(&expected), "{implementation}");
@@ -662,10 +665,7 @@ fn recorded_runs_of_dion_and_megatron_continue_here_and_leave_as_their_files() {
 
         let fresh = || OneLayer::new(recorded.shape);
         exchange.import(at("file"), at("run.bpk"), &fresh(), &3usize).unwrap();
-        let net = fresh();
-        let optim = recorded.config.init(&net);
-        let (net, mut optim, _): (_, _, usize) =
-            checkpoint::load(at("run.bpk"), net, optim).unwrap();
+        let (net, mut optim, _) = loaded::<_, usize>(&at("run.bpk"), &recorded.config, fresh());
         let (_, error) = recorded.follow(net, &mut optim, 4..=6);
         assert!(error <= TOLERANCE, "{implementation}: {error:.1e}");
         // Without the state, the same steps are others.
@@ -729,10 +729,7 @@ fn master_weights_leave_and_come_back_in_files_of_megatron() {
         let exchange = Exchange::new(implementation);
         exchange.export(at("run.bpk"), at("file"), &of_megatron(1)).unwrap();
         exchange.import(at("file"), at("back.bpk"), &of_megatron(2), &3usize).unwrap();
-        let other = of_megatron(3);
-        let fresh = config.init(&other);
-        let (net, optim, _): (_, _, usize) =
-            checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+        let (net, optim, _) = loaded::<_, usize>(&at("back.bpk"), &config, of_megatron(3));
         precision::floats(&train((net, optim), 3..9).0)
     };
     // The bias corrections of AdamW are computed anew, so that a rounding may differ.
@@ -938,9 +935,7 @@ fn steps_of_muon_have_to_be_known() {
     assert!(error.contains("steps of `layer.weight` is unknown"), "{error}");
     assert!(error.contains("`Exchange::with_steps`"), "{error}");
     torch.with_steps(2).import(at("file"), at("back.bpk"), &trained, &()).unwrap();
-    let other = net();
-    let fresh = config.init(&other);
-    let (back, back_optim, ()) = checkpoint::load(at("back.bpk"), other, fresh).unwrap();
+    let (back, back_optim, ()) = loaded(&at("back.bpk"), &config, net());
     // The momentum rises over these steps.
     let [(back, _), (trained, _)] =
         [(back, back_optim), (trained, optim)].map(|run| steps(run, 2..4));
