@@ -521,7 +521,8 @@ impl World {
     }
 
     /// Returns the world of the ranks that give the same color, numbered in the order of `key` and
-    /// then of rank. All ranks make this call.
+    /// then of rank. All ranks make this call, before the loop of a program and not in it: rank 0
+    /// keeps the members of each group until the world ends.
     ///
     /// # Errors
     ///

@@ -14,6 +14,7 @@
 mod busy;
 mod config;
 mod dist_muon;
+mod exclusive;
 #[doc(hidden)] // for the bench `scaling`
 pub mod forecast;
 mod layout;

@@ -290,6 +290,15 @@ fn finish(children: Vec<Child>) -> Vec<Output> {
     children.into_iter().map(|child| child.wait_with_output().expect("the process ends")).collect()
 }
 
+/// The time from the end of the victim until the end of all others.
+fn time_after_death(children: &mut [Child]) -> Duration {
+    let end = |child: &mut Child| _ = child.wait().expect("the process ends");
+    end(&mut children[VICTIM]);
+    let start = Instant::now();
+    children.iter_mut().for_each(end);
+    start.elapsed()
+}
+
 pub fn text(output: &[u8]) -> String {
     String::from_utf8_lossy(output).into_owned()
 }
@@ -334,10 +343,11 @@ fn a_killed_rank_is_named_by_all_others_and_training_resumes() {
         let folder = tempfile::tempdir().unwrap();
         let begin = Instant::now();
         let killed_at = (KILLED_AT, point.to_owned());
-        let outputs = finish(start(
-            folder.path(),
-            &[killed_at].into_iter().chain(in_parts.clone()).collect::<Vec<_>>(),
-        ));
+        let variables: Vec<_> = [killed_at].into_iter().chain(in_parts.clone()).collect();
+        let mut children = start(folder.path(), &variables);
+        let after = time_after_death(&mut children);
+        println!("killed at {point}: all others have ended after {after:.2?}");
+        let outputs = finish(children);
         assert!(begin.elapsed() < DEADLINE, "{point}: no rank waited for the deadline");
         for (rank, output) in outputs.iter().enumerate() {
             let stderr = text(&output.stderr);

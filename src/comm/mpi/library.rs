@@ -60,6 +60,8 @@ impl Library {
         let library =
             Self { universe: ManuallyDrop::new(universe), abandoned: AtomicBool::new(false) };
         if level < mpi::Threading::Multiple {
+            // Other ranks may have got the level, and would wait for this one at the end.
+            library.abandon();
             let reason = "this MPI does not support calls from several threads: expected \
                           MPI_THREAD_MULTIPLE, got a lower level";
             return Err(failed(reason, "use a build of MPI with MPI_THREAD_MULTIPLE"));

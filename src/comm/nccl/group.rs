@@ -6,13 +6,12 @@ use std::os::raw::c_int;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::{ncclComm_t, ncclResult_t, ncclUniqueId};
 
 use super::library::{Config, ENGINE, Library, is_ok_so_far};
-use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall};
+use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall, pause};
 use crate::error::{Error, Result};
 
 /// The time that a communicator may take to finalize before it is aborted.
@@ -183,7 +182,7 @@ impl RawCommunicator {
         loop {
             match self.poll(0, "ncclCommFinalize") {
                 Ok(true) => break,
-                Ok(false) if start.elapsed() < FINALIZE_TIMEOUT => thread::yield_now(),
+                Ok(false) if start.elapsed() < FINALIZE_TIMEOUT => pause(start.elapsed()),
                 _ => return self.abort(),
             }
         }

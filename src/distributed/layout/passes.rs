@@ -19,7 +19,7 @@ mod state;
 mod unused_parameters;
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::module::Module;
 use burn::tensor::{Shape, Tensor};
@@ -30,10 +30,11 @@ use super::identity::{Values, Version};
 use super::pass_calls::{Event, Events};
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
+use crate::distributed::exclusive::{Exclusive, Purpose};
 use crate::error::{Error, Result};
 use crate::link::{GraphOrder, Link, identity};
 pub use message::Message;
-use state::{Arrived, Flight, Locked, OwnedPart, PassMode, PassState, Uses};
+use state::{Arrived, Flight, InUse, OwnedPart, PassMode, PassState, Uses};
 pub use state::{PassBytes, Publishing, ReportedBytes};
 
 /// The weights that are kept between the forward and the backward pass.
@@ -86,9 +87,8 @@ pub struct Passes {
     micro_batches: MicroBatches,
     limits: Limits,
     order: GraphOrder,
-    /// Held by a call that may wait for other ranks.
-    turn: Mutex<()>,
-    state: Mutex<PassState>,
+    /// Taken by a call for as long as it waits for other ranks.
+    state: Exclusive<PassState>,
     reported: Arc<Mutex<ReportedBytes>>,
 }
 
@@ -138,8 +138,7 @@ impl Passes {
             micro_batches,
             limits,
             order: GraphOrder::default(),
-            turn: Mutex::default(),
-            state: Mutex::new(state),
+            state: Exclusive::new(state),
             reported,
         }
     }
@@ -173,32 +172,32 @@ impl Passes {
     }
 
     /// The state, for what waits for no other rank.
-    fn state(&self) -> Locked<'_> {
-        Locked::new(&self.state, None)
+    fn state(&self) -> InUse<'_> {
+        self.take(Purpose::Look)
     }
 
-    /// The state, for a call that may wait for other ranks and keeps it locked. A second thread
-    /// that calls in this time ends the wait: all ranks fail, instead of waiting for each other.
-    fn calling(&self) -> Locked<'_> {
-        let turn = match self.turn.try_lock() {
-            Ok(turn) => Some(turn),
-            Err(TryLockError::Poisoned(turn)) => Some(turn.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        };
-        let error = (turn.is_none() && self.groups.world.size() > 1).then(|| {
-            Error::usage(
-                "a divided model is in use by two threads of a rank at once",
-                "one thread, whose calls have the same order on all ranks",
-                "a call while another thread's call waits for other ranks",
-                "let one thread make the calls, or give the other a copy from `Layout::unshard`",
-            )
+    /// The state, for a call that may wait for other ranks.
+    fn calling(&self) -> InUse<'_> {
+        self.take(Purpose::Call)
+    }
+
+    /// The state. A second thread that needs it while a call waits for other ranks ends the wait:
+    /// all ranks fail, instead of waiting for each other.
+    fn take(&self, purpose: Purpose) -> InUse<'_> {
+        let mut error = None;
+        let mut state = self.state.take(purpose, || {
+            if self.groups.world.size() > 1 {
+                // Before this thread waits: the other one leaves its call when the world fails.
+                self.tell(error.insert(Error::usage(
+                    "a divided model is in use by two threads of a rank at once",
+                    "one thread, whose calls have the same order on all ranks",
+                    "a call while another thread's call waits for other ranks",
+                    "let one thread make the calls, or give the other a copy from `Layout::unshard`",
+                )));
+            }
         });
-        // Before the lock, which the other thread leaves when the world fails.
-        error.iter().for_each(|error| self.tell(error));
-        let wait = || self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = Locked::new(&self.state, Some(turn.unwrap_or_else(wait)));
         state.failure = error.or(state.failure.take());
-        state
+        InUse(state)
     }
 
     /// The whole of a parameter for a use in a forward pass. Its gradient is reduced to the parts.
@@ -208,7 +207,7 @@ impl Passes {
         (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
-        // Copied, so that the lock is free again: the calls below take it.
+        // Copied, so that the state is free again: the calls below take it.
         let PassMode { is_reading, is_listing, is_unused, .. } = self.calling().mode;
         let is_trained = part.is_require_grad() && !is_reading && !is_listing;
         // The identity of the values decides whether what was gathered ahead is still right.
@@ -278,7 +277,7 @@ impl Passes {
         whole: Tensor<D>,
     ) -> Tensor<D> {
         if !whole.is_require_grad() {
-            // Without the lock: an evaluation in another thread does not wait for a pass.
+            // Without the state: an evaluation in another thread does not wait for a pass.
             return whole;
         }
         let PassMode { is_reading, is_listing, is_unused, .. } = self.calling().mode;

@@ -168,15 +168,16 @@ impl Assembly {
         parameters: &[Parameter],
         SliceGroup { grid, across, .. }: &SliceGroup,
     ) -> Self {
-        let of_rank = |rank: usize| -> Vec<(Slices, Run)> {
+        // Borrowed: they have ranges for every rank, and are asked for those of every rank.
+        let of_rank = |rank: usize| -> Vec<(&Slices, Run)> {
             let runs = bucket.runs(rank).into_iter().map(|run| {
-                let slices = parameters[run.parameter].slices.clone();
+                let slices = parameters[run.parameter].slices.as_ref();
                 (slices.expect("all of a bucket are cut"), run)
             });
             runs.collect()
         };
         let row = &grid.ranks[grid.replica];
-        let held = |slice: usize, runs: &[(Slices, Run)]| -> usize {
+        let held = |slice: usize, runs: &[(&Slices, Run)]| -> usize {
             runs.iter().map(|(slices, run)| slices.range(slice, &run.elements).len()).sum()
         };
         let (mut sent, mut moves) = (vec![], false);
@@ -193,6 +194,7 @@ impl Assembly {
         let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
         // If every owner has its matrices whole already, nothing is sent.
         let to_owners = moves.then_some(PairCounts { sent, received });
+        let runs = runs.into_iter().map(|(slices, run)| (slices.clone(), run)).collect();
         let owned = Arc::new(Owned { runs, elements });
         let share = Share::new(bucket, parameters, grid);
         Self { across: across.clone(), to_owners, owned, share }

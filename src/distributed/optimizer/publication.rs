@@ -8,6 +8,7 @@ use burn::module::{Param, ParamMapper};
 use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
+use crate::distributed::exclusive::{Exclusive, Purpose, Taken};
 use crate::distributed::plan::{Bucket, InBuffer};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
@@ -18,8 +19,8 @@ use crate::parameters::in_place_if_trained;
 /// bucket, and for those before it.
 #[derive(Default)]
 pub struct Publication {
-    /// Locked while a use waits for other ranks: the calls of a rank have one order.
-    arrivals: Mutex<Arrivals>,
+    /// Taken while a use waits for other ranks: the waits of a rank have one order.
+    arrivals: Exclusive<Arrivals>,
     /// For reports, which do not wait.
     arriving: Mutex<Arriving>,
 }
@@ -52,8 +53,9 @@ impl Publication {
         self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn state(&self) -> MutexGuard<'_, Arrivals> {
-        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A second thread may wait for it as well: the gathering has started on all ranks.
+    fn state(&self) -> Taken<'_, Arrivals> {
+        self.arrivals.take(Purpose::Look, || {})
     }
 
     /// Adds a bucket, whose gathering has started after the buckets before it.

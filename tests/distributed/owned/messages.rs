@@ -15,7 +15,7 @@ use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds;
 
 use super::with_checkpoints;
-use crate::ranks_here;
+use crate::{ranks, ranks_here};
 
 const LAYERS: usize = 32;
 const WIDTH: usize = 16;
@@ -176,6 +176,36 @@ pub fn a_large_gradient_is_sent_once_and_its_sum_once_more() {
     let elements = (RANKS - 1) * WIDTH * WIDTH;
     let sums = if worlds::results_may_be_early() { elements / RANKS * 4 } else { 0 };
     assert_eq!(sent, elements * run[0][1] + sums);
+}
+
+/// The guide's bytes of gradients in a pass, on engines that keep what they send and receive.
+pub fn gradients_on_their_way_stay_within_the_limit_of_the_guide() {
+    const WIDTH: usize = 1024;
+    const LAYER: usize = WIDTH * WIDTH * 4;
+    for count in [2, 3] {
+        for limit in [0, 2, 4] {
+            let peaks = ranks(count, |world| {
+                let layout = Layout::from(&with_checkpoints(&world)).owned("dp");
+                let layout = layout.with_in_flight_mb((limit * LAYER) as f64 / 1e6);
+                let layers = Layers::square(8, WIDTH, world.device());
+                let (net, optim) = DistMuonConfig::new().start(&layout, layers)?;
+                let x = Tensor::<2>::ones([1, WIDTH], (world.device(), DType::F32));
+                let output = net.layers.iter().fold(x, |x, layer| layer.forward(x));
+                drop(layout.backward(&output.square().mean(), &net)?);
+                Ok(optim.memory().in_flight.peak)
+            });
+            // Threads add up in the caller's memory. Other engines send copies, and receive others.
+            let most = match worlds::name() {
+                "threads" => (limit + 2) * LAYER,
+                _ => 2 * (limit + 2) * LAYER + (4 << 20),
+            };
+            for peak in peaks.unwrap() {
+                let held = peak as f64 / LAYER as f64;
+                println!("{count} ranks, {limit} layers: {held:.1}");
+                assert!(peak <= most, "{count} ranks, {limit} layers: {peak} of {most}");
+            }
+        }
+    }
 }
 
 /// A pass gathers layers ahead, and `unshard` nothing.

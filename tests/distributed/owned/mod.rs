@@ -50,6 +50,7 @@ pub const EVERYWHERE: &[Case] = cases![
     measuring_draws_no_random_numbers,
     parameters_in_rows_train_as_replicated_ones,
     every_part_of_the_update_is_exact_for_rows,
+    gradients_on_their_way_stay_within_the_limit_of_the_guide,
 ];
 
 use adapters::{
@@ -83,6 +84,7 @@ use messages::{
     a_whole_model_is_gathered_one_parameter_after_the_other,
     an_iteration_sends_what_the_guide_says, dropped_passes_hold_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
+    gradients_on_their_way_stay_within_the_limit_of_the_guide,
     new_values_of_many_layers_are_published_in_few_calls, reports_of_a_divided_model_send_nothing,
     the_first_pass_gathers_every_parameter_alone,
 };
@@ -131,6 +133,7 @@ pub const IN_PROCESS: &[Case] = cases![
     a_weight_is_gathered_for_each_of_its_uses,
     a_whole_model_is_gathered_one_parameter_after_the_other,
     dropped_passes_hold_what_the_guide_says,
+    gradients_on_their_way_stay_within_the_limit_of_the_guide,
     an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
     reports_of_a_divided_model_send_nothing,

@@ -37,7 +37,7 @@ impl Passes {
         let pending = match totals.iter().sum::<usize>() {
             // No replica has anything of the parts.
             0 => Pending::ready(sent),
-            // Outside of the lock: an engine may wait here for other ranks.
+            // Without the state: an engine may wait here for other ranks.
             _ => replicas.all_gather(sent, &totals)?,
         };
         let step = self.state().steps;

@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::module::ParamId;
 use burn::tensor::Tensor;
 
 use super::message::Message;
 use crate::comm::Pending;
+use crate::distributed::exclusive::Taken;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Values;
 use crate::distributed::layout::pass_calls::Events;
@@ -98,7 +99,7 @@ impl PassBytes {
 }
 
 /// The bytes that passes hold, for reports. They have a lock of their own: a pass keeps the state
-/// locked while it waits for other ranks, so that the calls of a rank have one order.
+/// while it waits for other ranks, so that the calls of a rank have one order.
 #[derive(Debug, Clone, Default)]
 pub struct ReportedBytes {
     pub now: PassBytes,
@@ -129,34 +130,24 @@ pub struct PassState {
     pub failure: Option<Error>,
 }
 
-/// The state, locked. What it holds in the end is reported.
-pub struct Locked<'a> {
-    state: MutexGuard<'a, PassState>,
-    /// Freed after the state.
-    _turn: Option<MutexGuard<'a, ()>>,
-}
+/// The state, in use by this thread. What it holds in the end is reported.
+pub struct InUse<'a>(pub Taken<'a, PassState>);
 
-impl<'a> Locked<'a> {
-    pub fn new(state: &'a Mutex<PassState>, turn: Option<MutexGuard<'a, ()>>) -> Self {
-        Self { state: state.lock().unwrap_or_else(PoisonError::into_inner), _turn: turn }
-    }
-}
-
-impl Deref for Locked<'_> {
+impl Deref for InUse<'_> {
     type Target = PassState;
 
     fn deref(&self) -> &PassState {
-        &self.state
+        &self.0
     }
 }
 
-impl DerefMut for Locked<'_> {
+impl DerefMut for InUse<'_> {
     fn deref_mut(&mut self) -> &mut PassState {
-        &mut self.state
+        &mut self.0
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for InUse<'_> {
     fn drop(&mut self) {
         self.observe();
     }
