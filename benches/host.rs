@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor};
+use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::{Error, IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, RoutingRule};
 
 use crate::common::Matrices;
@@ -188,15 +190,15 @@ fn row<M>(
 /// with a step. More texts do not change what the host does.
 fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> anyhow::Result<()> {
     let device = device.clone().autodiff();
+    let config = GptConfig::new(12, 12, 768, 1024, 256);
+    let tokens = Tensor::<2, Int>::zeros([1, config.context], &device);
+    let gradients = |model: &Gpt| {
+        let loss = model.loss(tokens.clone(), tokens.clone(), None);
+        GradientsParams::from_grads(loss.backward(), model)
+    };
     for (dtype, most) in MOST_OF_TRAINING {
-        let config = GptConfig::new(12, 12, 768, 1024, 256);
         let model = config.init(&device).cast(dtype);
         let name = format!("`train_lm`, {dtype:?}");
-        let tokens = Tensor::<2, Int>::zeros([1, config.context], &device);
-        let gradients = |model: &Gpt| {
-            let loss = model.loss(tokens.clone(), tokens.clone(), None);
-            GradientsParams::from_grads(loss.backward(), model)
-        };
         let passes = row((&name, "passes"), &device, stand_in, model.clone(), |model| {
             drop(gradients(&model));
             Ok(model)
@@ -210,6 +212,21 @@ fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> any
         if launches > most {
             problems.push(format!("{name}: {launches} launches of {most} in a step"));
         }
+    }
+    // After the rows of the table above.
+    for (dtype, _) in MOST_OF_TRAINING {
+        let model = config.init(&device).cast(dtype);
+        stand_in.idle(true);
+        let passes = || -> anyhow::Result<()> {
+            drop(gradients(&model));
+            Ok(device.sync()?)
+        };
+        // The first ones initialise the model, and let fusion find what it joins.
+        let kernels = (0..WARM_UP).try_for_each(|_| passes()).and_then(|()| kernels(passes));
+        stand_in.idle(false);
+        println!("\n### Kernels of the passes of `train_lm`, {dtype:?}\n\n| kernel | launches |");
+        println!("|---|---|");
+        kernels?.into_iter().for_each(|(name, launches)| println!("| {name} | {launches} |"));
     }
     Ok(())
 }
@@ -290,4 +307,30 @@ fn difference(before: &BTreeMap<String, f64>, after: &BTreeMap<String, f64>) -> 
     let spent =
         spent.map(|(name, time)| (name, time / STEPS as f64)).filter(|spent| spent.1 >= 0.01);
     spent.map(|(name, time)| format!("{name} {time:.2}")).collect::<Vec<_>>().join(", ")
+}
+
+/// The kernels that a function launches, the most frequent first.
+fn kernels(run: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Vec<(&'static str, usize)>> {
+    let launched = Arc::<Launched>::default();
+    let observation = LaunchObservation::new(launched.clone());
+    run()?;
+    drop(observation);
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    for name in launched.0.lock().expect("no holder of the lock panics").iter() {
+        // Of `path::KernelBinop<path::MulOp>`, `KernelBinop`.
+        let name = name.split('<').next().and_then(|path| path.rsplit("::").next());
+        *counts.entry(name.unwrap_or_default()).or_default() += 1;
+    }
+    let mut counts: Vec<_> = counts.into_iter().collect();
+    counts.sort_by_key(|(_, launches)| std::cmp::Reverse(*launches));
+    Ok(counts)
+}
+
+#[derive(Default)]
+struct Launched(Mutex<Vec<&'static str>>);
+
+impl LaunchObserver for Launched {
+    fn launched(&self, kernel: &'static str) {
+        self.0.lock().expect("no holder of the lock panics").push(kernel);
+    }
 }

@@ -6,11 +6,9 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{
     Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig,
-    RotaryEncoding, RotaryEncodingConfig,
+    RotaryEncodingConfig,
 };
-use burn::tensor::activation::relu;
-use burn::tensor::module::attention;
-use burn::tensor::ops::AttentionModuleOptions;
+use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use distmuon::comm::Communicator;
 use distmuon::distributed::Place;
@@ -40,7 +38,17 @@ pub struct Gpt {
     blocks: Vec<Block>,
     norm: RmsNorm,
     head: Linear,
-    rope: RotaryEncoding,
+    rotation: Rotation,
+}
+
+/// Rotary position embeddings: at every position, each pair of a head's elements is turned by an
+/// angle of its own.
+#[derive(Module, Debug)]
+struct Rotation {
+    /// `[context, head]`.
+    cosines: Tensor<2>,
+    /// With the signs of the turned pairs.
+    sines: Tensor<2>,
 }
 
 #[derive(Module, Debug)]
@@ -105,7 +113,6 @@ impl Region {
 impl GptConfig {
     /// Makes a model with random weights from the device's generator.
     pub fn init(&self, device: &Device) -> Gpt {
-        let rope = RotaryEncodingConfig::new(self.context, self.width / self.heads);
         Gpt {
             embedding: EmbeddingConfig::new(self.vocabulary, self.width)
                 .with_initializer(Initializer::Normal { mean: 0.0, std: 0.5 })
@@ -113,7 +120,7 @@ impl GptConfig {
             blocks: (0..self.layers).map(|_| self.block(device)).collect(),
             norm: self.norm(self.width, device),
             head: self.linear(self.width, self.vocabulary, device),
-            rope: rope.init(device),
+            rotation: Rotation::new(self.context, self.width / self.heads, device),
         }
     }
 
@@ -230,9 +237,12 @@ impl Gpt {
         tokens: Tensor<2, Int>,
         mut max_logits: Option<&mut MaxLogits>,
     ) -> Tensor<3> {
+        let [_, length] = tokens.dims();
         let mut x = self.embedding.forward(tokens);
+        let future = future(length, &x.device());
         for (index, block) in self.blocks.iter().enumerate() {
-            let (next, maxima) = block.forward(x, &self.rope, max_logits.is_some());
+            let context = (&self.rotation, &future);
+            let (next, maxima) = block.forward(x, context, max_logits.is_some());
             if let Some((logits, maxima)) = max_logits.as_deref_mut().zip(maxima) {
                 logits.report(format!("blocks.{index}.attention"), maxima);
             }
@@ -263,11 +273,11 @@ impl Block {
     fn forward(
         &self,
         x: Tensor<3>,
-        rope: &RotaryEncoding,
+        context: Context,
         wants_logits: bool,
     ) -> (Tensor<3>, Option<Tensor<1>>) {
         let normalized = self.attention_norm.forward(x.clone());
-        let (mixed, maxima) = self.attention.forward(normalized, rope, wants_logits);
+        let (mixed, maxima) = self.attention.forward(normalized, context, wants_logits);
         let x = x + mixed;
         let normalized = self.mlp_norm.forward(x.clone());
         let computed = match (&self.mlp, &self.experts) {
@@ -284,7 +294,7 @@ impl Attention {
     fn forward(
         &self,
         x: Tensor<3>,
-        rope: &RotaryEncoding,
+        (rotation, future): Context,
         wants_logits: bool,
     ) -> (Tensor<3>, Option<Tensor<1>>) {
         let [batch, length, _] = x.dims();
@@ -297,31 +307,69 @@ impl Attention {
             let (x, dtype) =
                 (norm.iter().fold(x, |x, norm| norm.forward(x)), self.query.weight.dtype());
             // In float32, the type of the rotations.
-            rope.forward(x.cast(DType::F32)).cast(dtype)
+            rotation.forward(x.cast(DType::F32)).cast(dtype)
         };
         let query = turned(heads(self.query.forward(x.clone())), &self.query_norm);
         let key = turned(heads(self.key.forward(x.clone())), &self.key_norm);
         let value = heads(self.value.forward(x));
-        // Burn's attention does not return them.
         let maxima = wants_logits.then(|| {
-            let maxima = max_logits(query.clone().inner(), key.clone().inner());
+            let maxima = max_logits(query.clone().inner(), key.clone().inner(), future);
             self.region.of_all_heads(maxima)
         });
-        let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
-        let mixed = attention(query, key, value, None, None, causal);
+        let weights = softmax(logits(query, key, future), 3);
+        let mixed = weights.matmul(value);
         let mixed = mixed.swap_dims(1, 2).reshape([batch, length, width]);
         (self.region.leave(self.output.forward(mixed)), maxima)
     }
 }
 
-/// The maximum logit of every head of causal attention, from `[batch, heads, length, width]`.
-fn max_logits(query: Tensor<4>, key: Tensor<4>) -> Tensor<1> {
-    let [batch, heads, length, width] = query.dims();
-    let scores = query.matmul(key.transpose()).div_scalar((width as f64).sqrt());
-    let future = Tensor::<2, Bool>::tril_mask([length, length], 0, &scores.device());
-    let future = future.reshape([1, 1, length, length]).expand([batch, heads, length, length]);
-    let scores = scores.mask_fill(future, f32::MIN);
-    scores.swap_dims(0, 1).reshape([heads, batch * length * length]).max_dim(1).reshape([heads])
+/// The rotations, and the values that are added to the logits of later tokens, for all blocks.
+type Context<'a> = (&'a Rotation, &'a Tensor<2>);
+
+/// Minus infinity for the logits of the tokens after each one of a text.
+fn future(length: usize, device: &Device) -> Tensor<2> {
+    let is_later = Tensor::<2, Bool>::tril_mask([length, length], 0, device);
+    Tensor::zeros([length, length], device).mask_fill(is_later, f32::NEG_INFINITY)
+}
+
+/// The logits of causal attention, from `[batch, heads, length, width]`.
+///
+/// Burn's `attention` computes its passes with a gradient by more kernels than these, of which each
+/// reads all logits.
+fn logits(query: Tensor<4>, key: Tensor<4>, future: &Tensor<2>) -> Tensor<4> {
+    let width = query.dims()[3];
+    // The queries are scaled, since they have fewer elements than the logits.
+    let logits = query.div_scalar((width as f64).sqrt()).matmul(key.transpose());
+    let future = future.clone().cast(logits.dtype());
+    logits + future.unsqueeze()
+}
+
+/// The maximum logit of every head of causal attention.
+fn max_logits(query: Tensor<4>, key: Tensor<4>, future: &Tensor<2>) -> Tensor<1> {
+    let [batch, heads, length, _] = query.dims();
+    let logits = logits(query, key, &future.clone().without_autodiff());
+    logits.swap_dims(0, 1).reshape([heads, batch * length * length]).max_dim(1).reshape([heads])
+}
+
+impl Rotation {
+    fn new(context: usize, head: usize, device: &Device) -> Self {
+        let angles = RotaryEncodingConfig::new(context, head).init(device).freq_complex;
+        let of = |part: usize| angles.clone().narrow(2, part, 1).reshape([context, head]);
+        let signs = Tensor::<1>::from_floats([-1.0, 1.0], device).repeat_dim(0, head / 2);
+        Self { cosines: of(0), sines: of(1) * signs.unsqueeze() }
+    }
+
+    /// Turns `[batch, heads, length, head]`.
+    ///
+    /// The elements of each pair change places by a copy: Burn's `RotaryEncoding` multiplies them
+    /// by a matrix of 2 x 4, whose result has twice the elements.
+    fn forward(&self, x: Tensor<4>) -> Tensor<4> {
+        let [batch, heads, length, head] = x.dims();
+        let pairs = x.clone().reshape([batch * heads, length, head / 2, 2]);
+        let swapped = pairs.flip([3]).reshape([batch, heads, length, head]);
+        let of = |table: &Tensor<2>| table.clone().narrow(0, 0, length).unsqueeze();
+        x * of(&self.cosines) + swapped * of(&self.sines)
+    }
 }
 
 impl Mlp {
