@@ -1418,9 +1418,9 @@ fn evaluations_of_a_divided_model_do_not_grow_memory() {
     }
 }
 
-/// What two ranks hold in passes without a step, and what their reports say of gathered parameters
-/// and gradients: after a micro-batch, after a second one without a layer on one rank, before the
-/// backward pass of such a batch, and after all of it is dropped.
+/// The bytes of two ranks in passes without a step, and the bytes in their reports of gathered
+/// parameters and gradients: after a micro-batch, after a second one without a layer on one rank,
+/// before the backward pass of such a batch, and after all of it is dropped.
 #[test]
 fn passes_hold_what_their_reports_say() {
     const LAYERS: usize = 4;

@@ -11,7 +11,7 @@ pub struct Exclusive<T> {
     given_back: Condvar,
 }
 
-/// What a thread takes a value for.
+/// The purpose for which a thread takes a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Purpose {
     /// To look at it or to change it, which takes no time.

@@ -192,7 +192,8 @@ impl Passes {
                     "a divided model is in use by two threads of a rank at once",
                     "one thread, whose calls have the same order on all ranks",
                     "a call while another thread's call waits for other ranks",
-                    "let one thread make the calls, or give the other a copy from `Layout::unshard`",
+                    "let one thread make the calls, or give the other a copy from \
+                     `Layout::unshard`",
                 )));
             }
         });

@@ -168,7 +168,7 @@ impl Assembly {
         parameters: &[Parameter],
         SliceGroup { grid, across, .. }: &SliceGroup,
     ) -> Self {
-        // Borrowed: they have ranges for every rank, and are asked for those of every rank.
+        // Borrowed: slices have ranges for every rank, and each rank asks for all of them.
         let of_rank = |rank: usize| -> Vec<(&Slices, Run)> {
             let runs = bucket.runs(rank).into_iter().map(|run| {
                 let slices = parameters[run.parameter].slices.as_ref();
