@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::certificate::Certificate;
-use distmuon::distributed::{DistMuonConfig, Layout};
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{MuonConfig, RoutingRule, World};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{self, Case, Folder, cases};
@@ -16,6 +16,7 @@ use crate::ranks;
 pub const EVERYWHERE: &[Case] = cases![
     one_two_and_four_ranks_have_equal_chains_in_any_placement,
     a_changed_setting_and_a_flipped_bit_change_the_chain,
+    slices_of_equal_gradients_have_the_chain_of_whole_parameters,
 ];
 
 const STEPS: usize = 4;
@@ -31,6 +32,23 @@ impl Net {
     fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         Self { first: linear(6, 10), second: linear(10, 7) }.map(&mut Fixed::new(5))
+    }
+
+    /// The loss of a layer after the other.
+    fn of_input(&self, step: usize) -> Tensor<1> {
+        let device = self.first.weight.device();
+        let x = Tensor::<2>::full([3, 6], step as f64, (&device, DType::F32));
+        self.second.forward(self.first.forward(x)).square().mean()
+    }
+
+    /// A loss whose gradients are the parameters times the step, also those of slices.
+    fn of_elements(&self, step: usize) -> Tensor<1> {
+        let layers = [&self.first, &self.second];
+        let of_layer = |layer: &Linear| {
+            let bias = layer.bias.as_ref().expect("the layer has a bias").val();
+            layer.weight.val().square().sum() + bias.square().sum()
+        };
+        layers.map(of_layer).into_iter().reduce(|sum, more| sum + more).unwrap() * step as f64 * 0.5
     }
 
     /// The model with another lowest bit in one weight.
@@ -59,6 +77,17 @@ fn certified(
     layout: impl Fn(&World) -> Layout + Sync,
     flips: Option<usize>,
 ) -> Certificate {
+    certified_by(Net::of_input, count, muon, layout, flips)
+}
+
+/// The same with a loss.
+fn certified_by(
+    loss: fn(&Net, usize) -> Tensor<1>,
+    count: usize,
+    muon: &MuonConfig,
+    layout: impl Fn(&World) -> Layout + Sync,
+    flips: Option<usize>,
+) -> Certificate {
     let config = DistMuonConfig::new().with_muon(muon.clone()).with_small_elements(1);
     let folder = Folder::create();
     let path = folder.path().join("run.json");
@@ -75,9 +104,7 @@ fn certified(
             if flips == Some(step) {
                 net = net.flipped();
             }
-            let x = Tensor::<2>::full([3, 6], step as f64, (world.device(), DType::F32));
-            let y = net.second.forward(net.first.forward(x));
-            let grads = optim.backward(&y.square().mean(), &net)?;
+            let grads = optim.backward(&loss(&net, step), &net)?;
             net = optim.step(0.01, net, grads)?;
             certificate.record(step, &layout.unshard(&net)?)?;
         }
@@ -114,6 +141,31 @@ fn one_two_and_four_ranks_have_equal_chains_in_any_placement() {
         };
         let nodes = certified(count, &muon(5), on_nodes, None);
         assert_eq!(nodes.links(), expected.links(), "{count} ranks, on nodes");
+    }
+}
+
+/// Weights in columns or rows, of uneven lengths, alone and owned.
+fn slices_of_equal_gradients_have_the_chain_of_whole_parameters() {
+    let of = |count, layout: &(dyn Fn(&World) -> Layout + Sync)| {
+        certified_by(Net::of_elements, count, &muon(5), layout, None)
+    };
+    let expected = of(1, &|world| Layout::from(world));
+    for count in [2, 4].into_iter().filter(worlds::has) {
+        for dimension in [0, 1] {
+            for replicas in [1, 2] {
+                let cut = |world: &World| {
+                    let axes =
+                        [Axis::data("dp", replicas), Axis::model("tp", world.size() / replicas)];
+                    let mesh = Mesh::new(world, axes).expect("the axes have all ranks");
+                    let layout = Layout::new(&mesh).with_small_elements(0);
+                    layout.with_place(Place::shard("weight$", "tp", dimension))
+                };
+                let case = format!("{count} ranks, {replicas} replicas, dimension {dimension}");
+                assert_eq!(of(count, &cut).links(), expected.links(), "{case}");
+                let owned = of(count, &|world| cut(world).owned("dp"));
+                assert_eq!(owned.links(), expected.links(), "{case}, owned");
+            }
+        }
     }
 }
 

@@ -641,8 +641,8 @@ impl Recorded {
     }
 }
 
-/// The packages can't be installed by name. Their optimizers were recorded elsewhere, and their
-/// states follow from their rules.
+/// The optimizers of packages that CI does not install were recorded elsewhere, and their states
+/// follow from their rules.
 #[test]
 fn recorded_runs_of_dion_and_megatron_continue_here_and_leave_as_their_files() {
     let Some(folder) = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from) else {

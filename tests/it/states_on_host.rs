@@ -209,3 +209,13 @@ fn divided_models_take_the_steps_of_resident_states() {
         assert!(run(StatesOn::Host) == run(StatesOn::Model), "{name}");
     }
 }
+
+/// Without the feature `flex`, no device is the host.
+#[cfg(not(feature = "flex"))]
+#[test]
+fn states_on_a_host_that_is_not_there_are_rejected() {
+    let net = Net::new(DType::F32, &device());
+    let config = dist(config(MasterWeights::Full)).with_states_on(StatesOn::Host);
+    let error = config.init(&World::alone(device()), &net).map(drop).unwrap_err().to_string();
+    assert!(error.contains("`states_on`") && error.contains("the feature `flex`"), "{error}");
+}
