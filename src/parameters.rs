@@ -286,21 +286,29 @@ fn ensure_none<M: Module>(model: &M, is: fn(Placement) -> bool) -> Result<()> {
 /// that a map holds: ranks would add up their statistics, and take each other's placeholders for
 /// values.
 pub(crate) fn fork<M: Module>(model: &M, device: &Device) -> M {
-    let mut buffers = Buffers(false);
+    let mut buffers = Buffers::default();
     visit(model, &mut buffers);
     // Burn's evaluation on a plain device updates no statistics.
-    let updates_buffers = buffers.0 && device.is_autodiff();
+    let updates_buffers = buffers.are_there && device.is_autodiff();
     // Both of them make new buffers, and keep what is trained and what is frozen.
     let own = if updates_buffers { model.valid().train() } else { model.clone() };
     own.fork(device)
 }
 
-/// `true` if a parameter has a value that no gradient is asked for.
-struct Buffers(bool);
+/// The parameters that may be running statistics: values that no gradient is asked for.
+#[derive(Default)]
+struct Buffers {
+    are_there: bool,
+    /// `true` if the model has a parameter that is not initialised.
+    has_uninitialised: bool,
+}
 
 impl Visit for Buffers {
     fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
-        self.0 |= param.is_initialized() && !param.val().is_require_grad();
+        match param.is_initialized() {
+            true => self.are_there |= !param.val().is_require_grad(),
+            false => self.has_uninitialised = true,
+        }
     }
 }
 
@@ -309,22 +317,11 @@ impl Visit for Buffers {
 /// Burn keeps these beside the values until the next pass or evaluation: a visitor would read older
 /// ones, and a mapper's would be replaced by them.
 pub(crate) fn settle_statistics<M: Module>(model: &M) {
-    let mut buffers = Buffers(false);
+    let mut buffers = Buffers::default();
     visit(model, &mut buffers);
-    let mut initialised = Initialised(true);
-    visit(model, &mut initialised);
     // A model that is not initialised has no forward pass behind it.
-    if buffers.0 && initialised.0 {
+    if buffers.are_there && !buffers.has_uninitialised {
         drop(model.valid());
-    }
-}
-
-/// `true` if every parameter is initialised.
-struct Initialised(bool);
-
-impl Visit for Initialised {
-    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
-        self.0 &= param.is_initialized();
     }
 }
 

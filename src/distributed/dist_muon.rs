@@ -110,6 +110,18 @@ struct Assigned {
     loads: Vec<f64>,
 }
 
+/// Settings of whole models, and what an optimizer of single parameters expects of each.
+const OF_WHOLE_MODELS: [(&str, &str); 8] = [
+    ("gradients", "`Averaged`, since an optimizer of single parameters reduces nothing"),
+    ("max_norm", "`None`, since an optimizer of single parameters clips no global norm"),
+    ("loss_scale", "`None`, since an optimizer of single parameters skips no whole step"),
+    ("audit_every", "0, since an optimizer of single parameters audits nothing"),
+    ("balancing", "the default, since an optimizer of single parameters has no plan"),
+    ("costs", "the default, since an optimizer of single parameters has no plan"),
+    ("publish", "the default, since an optimizer of single parameters sends each result at once"),
+    ("states_on", "the default, since an optimizer of single parameters moves no states"),
+];
+
 impl DistMuonConfig {
     /// Makes Muon as a Burn optimizer of single parameters on one rank, to be combined with other
     /// optimizers by hand or by [`DistMuon::init`]. Of this configuration, only the settings of
@@ -147,36 +159,26 @@ impl DistMuonConfig {
     }
 
     fn build_on(&self, ranks: RankChoice) -> Result<DistMuon> {
-        if self.gradients != Gradients::Averaged {
-            let expected = "`Averaged`, since an optimizer of single parameters reduces nothing";
-            return Err(Error::setting("gradients", format!("{:?}", self.gradients), expected));
-        }
-        if let Some(norm) = self.max_norm {
-            let expected = "`None`, since an optimizer of single parameters clips no global norm";
-            return Err(Error::setting("max_norm", norm, expected));
-        }
-        if let Some(scale) = &self.loss_scale {
-            let expected = "`None`, since an optimizer of single parameters skips no whole step";
-            return Err(Error::setting("loss_scale", format!("{scale:?}"), expected));
-        }
-        if self.audit_every > 0 {
-            let expected = "0, since an optimizer of single parameters audits nothing";
-            return Err(Error::setting("audit_every", self.audit_every, expected));
-        }
-        let of_whole_models = |config: &Self| {
+        let values = |config: &Self| {
+            let Self { gradients, max_norm, loss_scale, audit_every, .. } = config;
+            let Self { balancing, costs, publish, states_on, .. } = config;
             [
-                ("balancing", format!("{:?}", config.balancing)),
-                ("costs", format!("{:?}", config.costs)),
-                ("publish", format!("{:?}", config.publish)),
-                ("states_on", format!("{:?}", config.states_on)),
+                format!("{gradients:?}"),
+                format!("{max_norm:?}"),
+                format!("{loss_scale:?}"),
+                audit_every.to_string(),
+                format!("{balancing:?}"),
+                format!("{costs:?}"),
+                format!("{publish:?}"),
+                format!("{states_on:?}"),
             ]
         };
-        let defaults = of_whole_models(&Self::new());
-        let mut settings = of_whole_models(self).into_iter().zip(&defaults);
-        if let Some(((name, value), _)) = settings.find(|(setting, default)| setting != *default) {
-            let expected =
-                "the default, since an optimizer of single parameters updates no whole model";
-            return Err(Error::setting(name, value, expected));
+        let possible = values(&Self::new().with_gradients(Gradients::Averaged));
+        let settings = OF_WHOLE_MODELS.into_iter().zip(values(self)).zip(possible);
+        for (((name, expected), got), possible) in settings {
+            if got != possible {
+                return Err(Error::setting(name, got, expected));
+            }
         }
         let config = self.muon.clone();
         Ok(DistMuon { rule: config.try_build()?, config, ranks })

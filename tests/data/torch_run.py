@@ -5,11 +5,12 @@
                                                  IMPLEMENTATION-state.safetensors
     torch_run.py continue IMPLEMENTATION FILE RUN     continues from FILE, and compares with RUN
 
-IMPLEMENTATION is `torch`, for `torch.optim.Muon` and `torch.optim.AdamW`, or `keller-jordan`, for
-`SingleDeviceMuonWithAuxAdam` of the package `muon-optimizer`.
+IMPLEMENTATION is `torch`, for `torch.optim.Muon` and `torch.optim.AdamW`; `keller-jordan`, for
+`SingleDeviceMuonWithAuxAdam` of the package `muon-optimizer`; or `megatron`, for the `Muon` of the
+package `emerging-optimizers`, which Megatron-LM uses, and `torch.optim.AdamW`.
 
 The iteration of Muon is in float32, as in the golden trajectories of the same precision.
-Needs torch (2.9 or later) and safetensors.
+Needs torch (2.9 or later) and safetensors; `megatron` needs Python 3.12 or later.
 """
 
 import sys
@@ -48,6 +49,18 @@ def start(implementation):
                 dict(params=rest, use_muon=False, **ADAMW),
             ]
             return model, [SingleDeviceMuonWithAuxAdam(groups)]
+        case "megatron":
+            from emerging_optimizers.orthogonalized_optimizers import Muon
+
+            muon = Muon(
+                matrices,
+                nesterov=True,
+                fp32_matmul_prec="highest",
+                coefficient_type="simple",
+                scale_mode="shape_scaling",
+                **MUON,
+            )
+            return model, [muon, torch.optim.AdamW(rest, **ADAMW)]
     sys.exit(__doc__)
 
 
@@ -63,7 +76,13 @@ def write(implementation, folder):
             optimizer.step()
         run |= {f"param.{step}.{n}": p.detach().clone() for n, p in model.named_parameters()}
         if step == SAVED:
-            export(model, optimizers, f"{folder}/{implementation}-state.safetensors")
+            path = f"{folder}/{implementation}-state.safetensors"
+            export(model, optimizers, path)
+            if implementation == "megatron":
+                # Megatron-LM counts AdamW's steps in integers, and PyTorch in float32.
+                tensors = load_file(path)
+                steps = {n: t.long() for n, t in tensors.items() if n.endswith(".step")}
+                save_file(tensors | steps, path)
     save_file(run, f"{folder}/{implementation}-run.safetensors")
 
 

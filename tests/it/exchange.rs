@@ -319,7 +319,8 @@ fn files_have_the_names_shapes_and_types_of_pytorch() {
 }
 
 /// The code bases of which there are runs.
-const GOLDEN: [Implementation; 2] = [Implementation::Torch, Implementation::KellerJordan];
+const GOLDEN: [Implementation; 3] =
+    [Implementation::Torch, Implementation::KellerJordan, Implementation::Megatron];
 
 /// The iteration of all runs of other code bases.
 fn iteration() -> NewtonSchulzConfig {
@@ -771,6 +772,9 @@ fn folders_of_megatron_become_files() {
 fn in_pytorch(implementation: Implementation, file: &Path) {
     let optimizer = match implementation {
         Implementation::Torch => "torch.optim.Muon",
+        Implementation::Megatron => {
+            "from emerging_optimizers.orthogonalized_optimizers import Muon"
+        }
         _ => "from muon import SingleDeviceMuonWithAuxAdam",
     };
     let Some(mut command) = python(&format!("import torch, safetensors; {optimizer}")) else {
