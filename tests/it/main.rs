@@ -11,6 +11,8 @@ mod dist_muon;
 mod examples;
 mod exchange;
 mod extremes;
+#[cfg(target_os = "linux")]
+mod file_faults;
 mod forecast;
 mod guide;
 mod guide_fragments;
