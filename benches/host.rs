@@ -47,8 +47,8 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
     let stand_in = StandIn::loaded();
     println!("\n## The host's part of a step, on a driver whose kernels do nothing\n");
     println!(
-        "| model | optimizer | ms | CPU, ms of each thread | launches | allocations | waits |\n\
-         |---|---|---|---|---|---|---|"
+        "| model | optimizer | ms | CPU, ms of each thread | launches | MB copied | allocations | waits |\n\
+         |---|---|---|---|---|---|---|---|"
     );
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
@@ -176,10 +176,11 @@ fn row<M>(
     stand_in.idle(false);
     // The end of the measurement waits as well.
     let counts = counts.per_step(&before);
-    let Counts { launches, allocations, waits } = counts;
+    let Counts { launches, copied, allocations, waits } = counts;
     println!(
-        "| {model_name} | {name} | {:.2} | {threads} | {launches} | {allocations} | {waits} |",
-        ms / STEPS as f64
+        "| {model_name} | {name} | {:.2} | {threads} | {launches} | {:.1} | {allocations} | {waits} |",
+        ms / STEPS as f64,
+        copied as f64 * 1e-6
     );
     Ok(counts)
 }
@@ -241,6 +242,8 @@ fn made<T>(make: impl Fn() -> distmuon::Result<T>) -> distmuon::Result<T> {
 /// Calls of the driver.
 struct Counts {
     launches: usize,
+    /// Bytes, from the device to the device: by calls, and by graphs.
+    copied: usize,
     allocations: usize,
     waits: usize,
 }
@@ -250,6 +253,7 @@ impl Counts {
         let sum = |names: &[&str]| names.iter().map(|name| stand_in.calls(name)).sum();
         Self {
             launches: sum(&["cuLaunchKernel", "cuGraphLaunch"]),
+            copied: stand_in.copied(),
             allocations: sum(&["cuMemAlloc", "cuMemHostAlloc"]),
             waits: sum(&["cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"]),
         }
@@ -260,6 +264,7 @@ impl Counts {
     fn per_step(&self, before: &Self) -> Self {
         Self {
             launches: (self.launches - before.launches) / STEPS,
+            copied: (self.copied - before.copied) / STEPS,
             allocations: (self.allocations - before.allocations) / STEPS,
             waits: (self.waits - before.waits) / STEPS,
         }
