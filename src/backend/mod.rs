@@ -40,6 +40,6 @@ pub(crate) use ops::{
 pub(crate) use portable::lion;
 pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;
-pub(crate) use program::{AOL_SIZE, Buffers, Program, Rescaling, Step, Value};
+pub(crate) use program::{AOL_SIZE, PreparedProgram, Program, Rescaling, Step, Value};
 pub(crate) use step::{apply, reshaped, restore, round_parts, rounded, update_momentum};
 pub(crate) use values::{Values, split};

@@ -20,7 +20,7 @@ use burn::tensor::DType;
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use super::portable;
-use super::program::{Polynomial, Program, Side, Step};
+use super::program::{Polynomial, PreparedProgram, Program, Side, Step};
 use super::tensor_list::TensorList;
 
 /// Rows of a tensor, and the location of their flags.
@@ -209,11 +209,11 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = x, shape = x)]
     fn iterate(
         x: FloatTensor<Self>,
-        program: Program,
+        program: PreparedProgram,
         tuned: bool,
         _native: bool,
     ) -> FloatTensor<Self> {
-        program.compute::<Self>(x, Products::Backend { tuned }, |x| x)
+        program.program().compute::<Self>(x, Products::Backend { tuned }, |x| x)
     }
 
     /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and

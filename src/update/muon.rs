@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::iter::repeat_n;
+use std::sync::Arc;
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData, s};
@@ -27,7 +28,7 @@ use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
 use crate::flat;
 use crate::matrix_view::MatrixLayout;
-use crate::orthogonalize::{IterationPlan, NewtonSchulz};
+use crate::orthogonalize::{IterationDecision, NewtonSchulz};
 use crate::schedule::Schedule;
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
@@ -497,9 +498,9 @@ impl MuonUpdate {
             let precise = update.clone().cast(precise_dtype(update.dtype()));
             norms_along(precise, batch.matrices.along_input())
         });
-        let (direction, plan) = self.orthogonalized(update, norms, batch.matrices);
-        if let Some(plan) = plan {
-            self.count_iteration(inputs, &plan, &direction.device());
+        let (direction, decision) = self.orthogonalized(update, norms, batch.matrices);
+        if let Some(decision) = decision {
+            self.count_iteration(inputs, &decision, &direction.device());
         }
         self.finished(started, direction, state, known, observed)
     }
@@ -510,20 +511,20 @@ impl MuonUpdate {
         update: Tensor<3>,
         norms: Option<PartialNorms>,
         Matrices { shape: [m, n], layout }: Matrices,
-    ) -> (Tensor<3>, Option<IterationPlan>) {
+    ) -> (Tensor<3>, Option<Arc<IterationDecision>>) {
         let outputs_are_columns = m == n && layout == MatrixLayout::InOut;
         if !outputs_are_columns || !self.newton_schulz.rescales_rows() {
             return self.newton_schulz.direction(update, norms);
         }
-        let (direction, plan) = self.newton_schulz.direction(update.swap_dims(1, 2), norms);
-        (direction.swap_dims(1, 2), plan)
+        let (direction, decision) = self.newton_schulz.direction(update.swap_dims(1, 2), norms);
+        (direction.swap_dims(1, 2), decision)
     }
 
     /// Counts an iteration that was carried out.
     fn count_iteration(
         &self,
         Inputs { batch, sections, .. }: Inputs<'_>,
-        plan: &IterationPlan,
+        decision: &IterationDecision,
         device: &Device,
     ) {
         batch.iterations.set(batch.iterations.get() + batch.count);
@@ -531,7 +532,7 @@ impl MuonUpdate {
             let parameters = sections.iter().map(|section| {
                 (batch.parameters[section.parameter].origin.parameter, section.count)
             });
-            entries.add_iteration(plan, (batch.shape(), device), parameters);
+            entries.add_iteration(|| decision.explained(batch.shape(), device), parameters);
         }
     }
 

@@ -191,7 +191,7 @@ impl Case {
 
     /// A recording of the same launches, used with two inputs.
     fn replays_exactly(&self, native: &Native, stand_in: &StandIn) {
-        let key = format!("{:?}", self.shape);
+        let key = self.shape.map(|size| size as u64);
         for seed in [1, 2] {
             let x = self.input(seed);
             let (from, to) = (self.uploaded(&x), Memory::new(x.len()));
