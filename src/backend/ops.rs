@@ -98,6 +98,24 @@ pub(crate) struct MomentumUpdate {
     pub norms: Option<PartialNorms>,
 }
 
+/// The counts of parameters over their steps, in one value for each.
+pub(crate) struct StepCounts {
+    /// Steps that left the parameter as it is.
+    pub skipped: Tensor<1>,
+    /// AdamW's bias corrections: the sums of the weights in both moments.
+    pub corrections: [Tensor<1>; 2],
+}
+
+/// The decisions of a step on the device.
+pub(crate) struct Acceptance {
+    /// 1 where a parameter stays as it is, else 0.
+    pub rejected: Tensor<1>,
+    /// The counts after the step.
+    pub counts: StepCounts,
+    /// Flags for a later step, if the kernel has written some.
+    pub zeros: Option<Tensor<1>>,
+}
+
 /// The constants of a step of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AdamWStep {
@@ -424,6 +442,31 @@ pub trait StepOps: Backend {
         rows: Vec<FlaggedRows>,
         largest: f32,
     ) -> FloatTensor<Self>;
+
+    /// The decisions and counts of a step: flags of the parameters that stay as they are, the
+    /// numbers of skipped steps, both corrections, and zeros. A parameter stays if its value in
+    /// `sums` is positive, which counts as skipped, or its flag in `absent` is set, where they are
+    /// given. Positive values of `sums` that follow only count. Corrections of other parameters
+    /// advance by the weights of the old value, and of 1.
+    #[fusion(meta = |_sums, _absent, skipped, first, second, _weights, _has_absent| {
+        (skipped.clone(), skipped.clone(), first.clone(), second.clone(), skipped.clone())
+    })]
+    #[allow(clippy::type_complexity)] // A backend extension returns no struct of tensors.
+    fn accept(
+        sums: FloatTensor<Self>,
+        absent: FloatTensor<Self>,
+        skipped: FloatTensor<Self>,
+        correction_1: FloatTensor<Self>,
+        correction_2: FloatTensor<Self>,
+        weights: [[f32; 2]; 2],
+        has_absent: bool,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    );
 
     /// Advances the momentum of a batch by its gradients: the momentum, the update to
     /// orthogonalise, in its type, and the update's [partial norms](MatrixOps::norms). A parameter

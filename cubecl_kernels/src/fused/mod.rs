@@ -15,6 +15,7 @@
 //! - [`Error::Shape`] for rows that are not those of the batch;
 //! - [`Error::TooLarge`] for a buffer of more elements than the device can address.
 
+mod accept;
 mod adamw;
 mod masters;
 mod muon;
@@ -22,6 +23,7 @@ mod norm;
 mod reject;
 mod rows;
 
+pub use accept::{AcceptBuffers, accept};
 pub use adamw::{AdamW, AdamWTypes, AdamWUpdate, StepControls, adamw};
 pub use masters::{Published, restore};
 pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_momentum};
@@ -32,6 +34,7 @@ pub use rows::{Joined, Rows};
 
 #[cfg(test)]
 pub(crate) use {
+    accept::accept_kernel,
     adamw::adamw_kernel,
     masters::restore_kernel,
     muon::{apply_kernel, update_momentum_kernel},
