@@ -11,8 +11,8 @@ use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
     AcceptBuffers, AdamW, AdamWTypes, AdamWUpdate, Batch, Joined, MomentumBuffers, MomentumInput,
-    ParameterUpdate, Published, RowNorms, Rows, StepControls, accept, adamw, apply, normalize,
-    norms, reject, restore, update_momentum,
+    ParameterUpdate, Published, RowNorms, Rows, SkipBuffers, StepControls, accept, adamw, apply,
+    apply_and_count, normalize, norms, reject, restore, update_momentum,
 };
 use distmuon_kernels::{Error, Matrices, add_identity};
 
@@ -222,7 +222,33 @@ fn check_muon<F: Real>(tolerance: f64) {
             let joined = (&updates[..], Joined(true));
             apply(&client, joined, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
             assert_eq!(download::<F>(&client, &all), values, "{name}");
+            if batch.count == 1 {
+                check_counted::<F>(&client, &old, &update, &values, [decay(0), lr(0)], &name);
+            }
         }
+    }
+}
+
+/// Compares the kernel that also counts with the values that a step without it has made.
+fn check_counted<F: Real>(
+    client: &Client,
+    old: &[f64],
+    direction: &Handle,
+    expected: &[f64],
+    factors: [f32; 2],
+    name: &str,
+) {
+    for flag in [0.0, 1.0] {
+        let parameter = rows(&upload::<F>(client, old), 1, old.len());
+        let [flags, skipped, counted, zero] =
+            [flag, 3.0, 7.0, 7.0].map(|value| upload::<f32>(client, &[value]));
+        let counts = SkipBuffers { skipped: &skipped, counted: &counted, zero: &zero };
+        let dtypes = [F::elem_type_native(); 2];
+        apply_and_count(client, &parameter, direction, &flags, counts, factors, dtypes).unwrap();
+        let expected = if flag == 0.0 { expected } else { old };
+        assert_close(&download::<F>(client, &parameter.handle), expected, 1e-6, name);
+        let counts = [&skipped, &counted, &zero].map(|handle| download::<f32>(client, handle)[0]);
+        assert_eq!(counts, [3.0, 3.0 + flag, 0.0], "{name}");
     }
 }
 

@@ -37,11 +37,13 @@ pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::ScaledNorms;
 pub(crate) use ops::{
     Acceptance, AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, MatrixFlags,
-    Moments, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepCounts,
+    Moments, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, SkipCount, StepCounts,
 };
 pub(crate) use portable::{corrected, lion};
 pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;
 pub(crate) use program::{AOL_SIZE, PreparedProgram, Program, Rescaling, Step, Value};
-pub(crate) use step::{apply, reshaped, restore, round_parts, rounded, update_momentum};
+pub(crate) use step::{
+    apply, apply_and_count, reshaped, restore, round_parts, rounded, update_momentum,
+};
 pub(crate) use values::{Values, split};

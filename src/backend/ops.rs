@@ -116,6 +116,13 @@ pub(crate) struct Acceptance {
     pub zeros: Option<Tensor<1>>,
 }
 
+/// The count of a parameter's skipped steps, which the step of its only matrix advances.
+pub(crate) struct SkipCount {
+    pub skipped: Tensor<1>,
+    /// A flag for a later step, if the kernel has written one.
+    pub zero: Option<Tensor<1>>,
+}
+
 /// The constants of a step of AdamW.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AdamWStep {
@@ -511,6 +518,28 @@ pub trait StepOps: Backend {
         steps: Vec<ParameterStep>,
         first_diverged: usize,
     ) -> TensorList<Self>;
+
+    /// [`apply`](Self::apply) for one parameter of one matrix, which stays as it is if its `flag`
+    /// is set: its new values, the number of steps that left it as it is, from the number before,
+    /// and a zero. The factors are on the old values and on the direction.
+    #[fusion(meta = |parameter, _direction, _flag, skipped, _factors| {
+        (parameter.clone(), skipped.clone(), skipped.clone())
+    })]
+    fn apply_and_count(
+        parameter: FloatTensor<Self>,
+        direction: FloatTensor<Self>,
+        flag: FloatTensor<Self>,
+        skipped: FloatTensor<Self>,
+        factors: [f64; 2],
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let [decay, lr] = factors;
+        let zero = Self::float_zeros(flag.shape(), &flag.device(), FloatDType::F32);
+        let steps = vec![ParameterStep { flag: 0, decay, lr, cautious: false }];
+        let (one, rejected, diverged) = (vec![parameter], flag.clone(), flag.clone());
+        let one = Self::apply(TensorList(one), vec![], direction, rejected, diverged, steps, 0);
+        let parameter = one.0.into_iter().next().expect("one parameter has new values");
+        (parameter, Self::float_add(skipped, flag), zero)
+    }
 
     /// Master weights `[elements]` in float32, brought up to date with their parameters in half
     /// precision: an element whose parameter is not the rounded master weight was changed since the

@@ -21,8 +21,8 @@ use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MatrixFlags, MomentumStep, MomentumUpdate,
-    ParameterStep, PartialNorms, Values, apply, precise_dtype, reject, scaled, split,
-    update_momentum,
+    ParameterStep, PartialNorms, SkipCount, Values, apply, apply_and_count, precise_dtype, reject,
+    scaled, split, update_momentum,
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
@@ -100,6 +100,8 @@ pub(crate) struct MuonBatch<'a> {
     pub first: usize,
     /// The number of matrices that the step has orthogonalised.
     pub iterations: Cell<usize>,
+    /// For one parameter of one matrix, the count of its skipped steps, which the step advances.
+    pub skips: Cell<Option<SkipCount>>,
 }
 
 impl MuonBatch<'_> {
@@ -371,7 +373,16 @@ impl MuonUpdate {
         let unchanged = MatrixFlags { flags: &unchanged, first: batch.first };
         let values = idle_matrices::of_sections(values, &sections, m * n);
         let flags = batch.flags(&diverged);
-        let values = apply(self.policy(), values, direction, flags, unchanged, &steps);
+        let values = match batch.skips.take() {
+            None => apply(self.policy(), values, direction, flags, unchanged, &steps),
+            Some(SkipCount { skipped, .. }) => {
+                let policy = self.policy();
+                let (values, skips) =
+                    apply_and_count(policy, values, direction, flags, steps[0], skipped);
+                batch.skips.set(Some(skips));
+                values
+            }
+        };
         let mut values = idle_matrices::of_parameters(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);

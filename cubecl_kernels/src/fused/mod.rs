@@ -26,7 +26,10 @@ mod rows;
 pub use accept::{AcceptBuffers, accept};
 pub use adamw::{AdamW, AdamWTypes, AdamWUpdate, StepControls, adamw};
 pub use masters::{Published, restore};
-pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_momentum};
+pub use muon::{
+    MomentumBuffers, MomentumInput, ParameterUpdate, SkipBuffers, apply, apply_and_count,
+    update_momentum,
+};
 pub use norm::{RowNorms, normalize, norms};
 pub use reject::reject;
 pub(crate) use rows::factor_of;
@@ -37,7 +40,7 @@ pub(crate) use {
     accept::accept_kernel,
     adamw::adamw_kernel,
     masters::restore_kernel,
-    muon::{apply_kernel, update_momentum_kernel},
+    muon::{apply_and_count_kernel, apply_kernel, update_momentum_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
     reject::reject_kernel,
     rows::{BRANCHES, MAX_TENSORS},

@@ -667,6 +667,22 @@ fn other_kernels<const TENSORS: usize>(
             [dtype; 2]
         ),
         kernel!(
+            "count_and_apply",
+            fused::apply_and_count_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            0.9_f32,
+            0.1_f32,
+            [dtype; 2]
+        ),
+        kernel!(
             "adamw",
             fused::adamw_kernel,
             line,

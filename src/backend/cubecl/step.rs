@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{
     self, AcceptBuffers, Joined, MomentumBuffers, MomentumInput, ParameterUpdate, Published,
-    RowNorms,
+    RowNorms, SkipBuffers,
 };
 
 use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unread, unshared};
@@ -146,6 +146,32 @@ impl StepOps for CubeBackend {
         .expect(VALIDATED);
         TensorList(parameters)
     }
+
+    fn apply_and_count(
+        parameter: Float,
+        direction: Float,
+        flag: Float,
+        skipped: Float,
+        factors: [f64; 2],
+    ) -> (Float, Float, Float) {
+        let dtypes = [parameter.dtype, direction.dtype];
+        let direction = contiguous(direction, dtypes[1]);
+        let [flag, skipped] = [flag, skipped].map(|x| contiguous(x, DType::F32));
+        let parameter = unread(parameter);
+        // The old count stays: whoever reads it may do so later.
+        let [counted, zero] =
+            [(); 2].map(|()| uninitialised(&skipped, skipped.shape(), DType::F32));
+        let counts =
+            SkipBuffers { skipped: &skipped.handle, counted: &counted.handle, zero: &zero.handle };
+        let values = part(&parameter, 1, parameter.shape().num_elements());
+        let (client, dtypes) = (&parameter.client, dtypes.map(dtype_to_elem_type));
+        let factors = factors.map(|factor| factor as f32);
+        let (direction, flag) = (&direction.handle, &flag.handle);
+        fused::apply_and_count(client, &values, direction, flag, counts, factors, dtypes)
+            .expect(VALIDATED);
+        (parameter, counted, zero)
+    }
+
     fn restore(masters: Float, parameters: TensorList<Self>, firsts: Vec<usize>) -> Float {
         let masters = unread(masters);
         let dtype = parameters.0[0].dtype;
