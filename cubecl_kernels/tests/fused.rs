@@ -10,9 +10,9 @@ use common::{Real, assert_mentions, client, download, excused, upload, values};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
-    AdamW, AdamWTypes, AdamWUpdate, Batch, Joined, MomentumBuffers, MomentumInput, ParameterUpdate,
-    Published, RowNorms, Rows, StepControls, adamw, apply, normalize, norms, reject, restore,
-    update_momentum,
+    AcceptBuffers, AdamW, AdamWTypes, AdamWUpdate, Batch, Joined, MomentumBuffers, MomentumInput,
+    ParameterUpdate, Published, RowNorms, Rows, SkipBuffers, StepControls, accept, adamw, apply,
+    apply_and_count, normalize, norms, reject, restore, update_momentum,
 };
 use distmuon_kernels::{Error, Matrices, add_identity};
 
@@ -222,7 +222,33 @@ fn check_muon<F: Real>(tolerance: f64) {
             let joined = (&updates[..], Joined(true));
             apply(&client, joined, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
             assert_eq!(download::<F>(&client, &all), values, "{name}");
+            if batch.count == 1 {
+                check_counted::<F>(&client, &old, &update, &values, [decay(0), lr(0)], &name);
+            }
         }
+    }
+}
+
+/// Compares the kernel that also counts with the values that a step without it has made.
+fn check_counted<F: Real>(
+    client: &Client,
+    old: &[f64],
+    direction: &Handle,
+    expected: &[f64],
+    factors: [f32; 2],
+    name: &str,
+) {
+    for flag in [0.0, 1.0] {
+        let parameter = rows(&upload::<F>(client, old), 1, old.len());
+        let [flags, skipped, counted, zero] =
+            [flag, 3.0, 7.0, 7.0].map(|value| upload::<f32>(client, &[value]));
+        let counts = SkipBuffers { skipped: &skipped, counted: &counted, zero: &zero };
+        let dtypes = [F::elem_type_native(); 2];
+        apply_and_count(client, &parameter, direction, &flags, counts, factors, dtypes).unwrap();
+        let expected = if flag == 0.0 { expected } else { old };
+        assert_close(&download::<F>(client, &parameter.handle), expected, 1e-6, name);
+        let counts = [&skipped, &counted, &zero].map(|handle| download::<f32>(client, handle)[0]);
+        assert_eq!(counts, [3.0, 3.0 + flag, 0.0], "{name}");
     }
 }
 
@@ -343,6 +369,56 @@ fn rows_with_an_entry_above_the_limit_are_rejected() {
         let flags = upload::<f32>(&client, &[0.0; 5]);
         reject(&client, &[(grad.clone(), 1)], &flags, 5, F32, largest).unwrap();
         assert_eq!(download::<f32>(&client, &flags), expected, "up to {largest}");
+    }
+}
+
+#[test]
+fn parameters_are_accepted_and_counted() {
+    let Some(client) = client::<f32>() else { return };
+    // More than a cube has units.
+    for (parameters, has_absent, diverged) in
+        [(1, false, false), (3, true, false), (301, true, true)]
+    {
+        let flags = |of: usize| -> Vec<f64> {
+            (0..parameters)
+                .map(|at| if (at * at + of).is_multiple_of(5) { of as f64 } else { 0.0 })
+                .collect()
+        };
+        let (rejects, diverges) = (flags(1), flags(2));
+        let absent: Vec<f64> =
+            flags(4).iter().map(|flag| f64::from(u8::from(*flag > 0.0))).collect();
+        let sums = if diverged { [&*rejects, &diverges].concat() } else { rejects.clone() };
+        let counts: Vec<f64> = (0..parameters).map(|at| at as f64).collect();
+        let [sums, absent_flags, skipped] =
+            [&sums, &absent, &counts].map(|values| upload::<f32>(&client, values));
+        let corrections = [0.5, 0.25].map(|value| upload::<f32>(&client, &vec![value; parameters]));
+        let [rejected, counted, zeros] =
+            [(); 3].map(|()| upload::<f32>(&client, &vec![7.0; parameters]));
+        let buffers = AcceptBuffers {
+            sums: &sums,
+            absent: has_absent.then_some(&absent_flags),
+            skipped: &skipped,
+            corrections: corrections.each_ref(),
+            rejected: &rejected,
+            counted: &counted,
+            zeros: &zeros,
+        };
+        let weights = [[0.5, 0.5], [0.75, 0.25]];
+        accept(&client, buffers, parameters, diverged, weights).unwrap();
+        let [rejected, counted, zeros, first, second] =
+            [&rejected, &counted, &zeros, &corrections[0], &corrections[1]]
+                .map(|handle| download::<f32>(&client, handle));
+        for at in 0..parameters {
+            let is_rejected = rejects[at] > 0.0;
+            let stays = is_rejected || has_absent && absent[at] > 0.0;
+            let skips = f64::from(u8::from(is_rejected) + u8::from(diverged && diverges[at] > 0.0));
+            assert_eq!(rejected[at], f64::from(u8::from(stays)), "{at} of {parameters}");
+            assert_eq!(counted[at], counts[at] + skips, "{at} of {parameters}");
+            assert_eq!(zeros[at], 0.0);
+            let expected = if stays { [0.5, 0.25] } else { [0.75, 0.4375] };
+            assert_eq!([first[at], second[at]], expected, "{at} of {parameters}");
+        }
+        assert_eq!(download::<f32>(&client, &skipped), counts, "the old counts stay");
     }
 }
 

@@ -140,6 +140,24 @@ impl ComputePath {
         }
     }
 
+    /// Returns `true` unless native kernels are refused for such iterations, as
+    /// [`native_kernels`](Self::native_kernels) says. Without their description, for every step.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub(crate) fn has_native_kernels(
+        self,
+        device: &Device,
+        dtype: FloatDType,
+        shape: [usize; 3],
+    ) -> bool {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cuda")]
+            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => {
+                cubecl::has_native_kernels(device, dtype.into(), shape)
+            }
+            _ => false,
+        }
+    }
+
     #[doc(hidden)] // for tests
     /// Returns `true` if the device rounds the factors of products of `dtype`: float32 is rounded
     /// to TF32 on devices with matrix units for TF32.

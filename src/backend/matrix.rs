@@ -6,12 +6,17 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use super::compute_path::ComputePath;
 use super::ops::{MatrixOps, PartialNorms, Products, norm_parts};
 use super::portable;
-use super::program::{Program, Step};
+use super::program::{PreparedProgram, Program, Step};
 use super::tensor_list::TensorList;
 
 impl ComputePath {
     /// The result of a program for a batch of matrices, by native products if they are allowed.
-    pub(crate) fn iterate(self, x: Tensor<3>, program: Program, native: bool) -> Tensor<3> {
+    pub(crate) fn iterate(
+        self,
+        x: Tensor<3>,
+        program: &PreparedProgram,
+        native: bool,
+    ) -> Tensor<3> {
         let products = match self {
             Self::Portable => Products::Portable,
             Self::Flex | Self::CubeCl { .. } => Products::Backend { tuned: self.is_tuned() },
@@ -20,13 +25,14 @@ impl ComputePath {
         if super::tf32::is_simulated(&x.device(), x.dtype()) {
             let x = x.into_dispatch();
             let rounded = super::tf32::rounded;
+            let program = program.program();
             return Tensor::from_dispatch(program.compute::<Dispatch>(x, products, rounded));
         }
         let x = x.into_dispatch();
         Tensor::from_dispatch(match products {
-            Products::Portable => program.compute::<Dispatch>(x, products, |x| x),
+            Products::Portable => program.program().compute::<Dispatch>(x, products, |x| x),
             // One operation, which the backend divides: with fusion, each product would be one.
-            Products::Backend { tuned } => Dispatch::iterate(x, program, tuned, native),
+            Products::Backend { tuned } => Dispatch::iterate(x, program.clone(), tuned, native),
         })
     }
 
@@ -39,7 +45,7 @@ impl ComputePath {
             None => Step::Square { x: input },
             Some([alpha, beta]) => Step::Symmetric { a: input, b: input, c: input, alpha, beta },
         });
-        self.iterate(x, program, false)
+        self.iterate(x, &program.into(), false)
     }
 
     /// A tensor that a kernel will write, of any values.

@@ -4,6 +4,7 @@
 //! implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is
 //! composed of Burn's own operations and serves as the reference, or the kernels of a backend.
 
+mod acceptance;
 mod adamw;
 mod compute_path;
 #[cfg(feature = "cube")]
@@ -25,6 +26,7 @@ mod tensor_list;
 mod tf32;
 mod values;
 
+pub(crate) use acceptance::accept;
 pub use compute_path::{ComputePath, KernelPolicy, NativeKernels};
 #[cfg(feature = "cube")]
 pub(crate) use cubecl::first_failure;
@@ -34,12 +36,14 @@ pub(crate) use finite::reject;
 pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::ScaledNorms;
 pub(crate) use ops::{
-    AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, MatrixFlags, Moments,
-    MomentumStep, MomentumUpdate, ParameterStep, PartialNorms,
+    Acceptance, AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, MatrixFlags,
+    Moments, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, SkipCount, StepCounts,
 };
-pub(crate) use portable::lion;
+pub(crate) use portable::{corrected, lion};
 pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;
-pub(crate) use program::{AOL_SIZE, Buffers, Program, Rescaling, Step, Value};
-pub(crate) use step::{apply, reshaped, restore, round_parts, rounded, update_momentum};
+pub(crate) use program::{AOL_SIZE, PreparedProgram, Program, Rescaling, Step, Value};
+pub(crate) use step::{
+    apply, apply_and_count, reshaped, restore, round_parts, rounded, update_momentum,
+};
 pub(crate) use values::{Values, split};

@@ -20,7 +20,7 @@ use burn::tensor::DType;
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use super::portable;
-use super::program::{Polynomial, Program, Side, Step};
+use super::program::{Polynomial, PreparedProgram, Program, Side, Step};
 use super::tensor_list::TensorList;
 
 /// Rows of a tensor, and the location of their flags.
@@ -96,6 +96,31 @@ pub(crate) struct MomentumUpdate {
     pub update: Tensor<3>,
     /// The norms of the update, if the kernel computes them without a further pass.
     pub norms: Option<PartialNorms>,
+}
+
+/// The counts of parameters over their steps, in one value for each.
+pub(crate) struct StepCounts {
+    /// Steps that left the parameter as it is.
+    pub skipped: Tensor<1>,
+    /// AdamW's bias corrections: the sums of the weights in both moments.
+    pub corrections: [Tensor<1>; 2],
+}
+
+/// The decisions of a step on the device.
+pub(crate) struct Acceptance {
+    /// 1 where a parameter stays as it is, else 0.
+    pub rejected: Tensor<1>,
+    /// The counts after the step.
+    pub counts: StepCounts,
+    /// Flags for a later step, if the kernel has written some.
+    pub zeros: Option<Tensor<1>>,
+}
+
+/// The count of a parameter's skipped steps, which the step of its only matrix advances.
+pub(crate) struct SkipCount {
+    pub skipped: Tensor<1>,
+    /// A flag for a later step, if the kernel has written one.
+    pub zero: Option<Tensor<1>>,
 }
 
 /// The constants of a step of AdamW.
@@ -209,11 +234,11 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = x, shape = x)]
     fn iterate(
         x: FloatTensor<Self>,
-        program: Program,
+        program: PreparedProgram,
         tuned: bool,
         _native: bool,
     ) -> FloatTensor<Self> {
-        program.compute::<Self>(x, Products::Backend { tuned }, |x| x)
+        program.program().compute::<Self>(x, Products::Backend { tuned }, |x| x)
     }
 
     /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and
@@ -425,6 +450,31 @@ pub trait StepOps: Backend {
         largest: f32,
     ) -> FloatTensor<Self>;
 
+    /// The decisions and counts of a step: flags of the parameters that stay as they are, the
+    /// numbers of skipped steps, both corrections, and zeros. A parameter stays if its value in
+    /// `sums` is positive, which counts as skipped, or its flag in `absent` is set, where they are
+    /// given. Positive values of `sums` that follow only count. Corrections of other parameters
+    /// advance by the weights of the old value, and of 1.
+    #[fusion(meta = |_sums, _absent, skipped, first, second, _weights, _has_absent| {
+        (skipped.clone(), skipped.clone(), first.clone(), second.clone(), skipped.clone())
+    })]
+    #[allow(clippy::type_complexity)] // A backend extension returns no struct of tensors.
+    fn accept(
+        sums: FloatTensor<Self>,
+        absent: FloatTensor<Self>,
+        skipped: FloatTensor<Self>,
+        correction_1: FloatTensor<Self>,
+        correction_2: FloatTensor<Self>,
+        weights: [[f32; 2]; 2],
+        has_absent: bool,
+    ) -> (
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+        FloatTensor<Self>,
+    );
+
     /// Advances the momentum of a batch by its gradients: the momentum, the update to
     /// orthogonalise, in its type, and the update's [partial norms](MatrixOps::norms). A parameter
     /// whose flag is set in `rejected` keeps its momentum, and its update is zero. Gradients are
@@ -468,6 +518,28 @@ pub trait StepOps: Backend {
         steps: Vec<ParameterStep>,
         first_diverged: usize,
     ) -> TensorList<Self>;
+
+    /// [`apply`](Self::apply) for one parameter of one matrix, which stays as it is if its `flag`
+    /// is set: its new values, the number of steps that left it as it is, from the number before,
+    /// and a zero. The factors are on the old values and on the direction.
+    #[fusion(meta = |parameter, _direction, _flag, skipped, _factors| {
+        (parameter.clone(), skipped.clone(), skipped.clone())
+    })]
+    fn apply_and_count(
+        parameter: FloatTensor<Self>,
+        direction: FloatTensor<Self>,
+        flag: FloatTensor<Self>,
+        skipped: FloatTensor<Self>,
+        factors: [f64; 2],
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        let [decay, lr] = factors;
+        let zero = Self::float_zeros(flag.shape(), &flag.device(), FloatDType::F32);
+        let steps = vec![ParameterStep { flag: 0, decay, lr, cautious: false }];
+        let (one, rejected, diverged) = (vec![parameter], flag.clone(), flag.clone());
+        let one = Self::apply(TensorList(one), vec![], direction, rejected, diverged, steps, 0);
+        let parameter = one.0.into_iter().next().expect("one parameter has new values");
+        (parameter, Self::float_add(skipped, flag), zero)
+    }
 
     /// Master weights `[elements]` in float32, brought up to date with their parameters in half
     /// precision: an element whose parameter is not the rounded master weight was changed since the

@@ -1,5 +1,7 @@
 //! An iteration as a program: its products in order, whatever computes them.
 
+use std::sync::Arc;
+
 /// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
 pub type Polynomial = [f64; 3];
 
@@ -82,6 +84,25 @@ impl Step {
         operands.into_iter().flatten()
     }
 
+    /// Numbers that no other step has.
+    fn words(&self) -> Vec<u64> {
+        let (kind, numbers) = match self {
+            Self::Square { .. } => (0, vec![]),
+            Self::Symmetric { alpha, beta, .. } => (1, vec![*alpha, *beta]),
+            Self::Scaled { beta, .. } => (2, vec![*beta]),
+            Self::Rescaled { by, .. } => (3 + *by as u64, vec![]),
+            Self::RescaledSquare { by, .. } => (5 + *by as u64, vec![]),
+            Self::PlusIdentity { .. } => (7, vec![]),
+            Self::AccumulateQ { schedule, .. } => (8, schedule.concat()),
+            Self::Apply { .. } => (9, vec![]),
+            Self::ApplyAndAdd { a, .. } => (10, vec![*a]),
+        };
+        // Their number, so that lists of steps differ as well.
+        let begin = [kind, numbers.len() as u64].into_iter();
+        let operands = self.operands().map(|value| value.0 as u64);
+        begin.chain(operands).chain(numbers.into_iter().map(f64::to_bits)).collect()
+    }
+
     /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
     pub fn is_wide(&self) -> bool {
         matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. } | Self::Rescaled { .. })
@@ -148,6 +169,42 @@ impl Program {
             step.operands().for_each(|value| last[value.0] = Some(index));
         }
         last
+    }
+}
+
+/// A program with what follows from it alone, made once for all batches that it computes. Clones
+/// share it.
+#[derive(Debug, Clone)]
+pub(crate) struct PreparedProgram(Arc<Prepared>);
+
+#[derive(Debug)]
+struct Prepared {
+    program: Program,
+    buffers: Buffers,
+    words: Vec<u64>,
+}
+
+impl From<Program> for PreparedProgram {
+    fn from(program: Program) -> Self {
+        let buffers = Buffers::of(&program);
+        let words = program.steps.iter().flat_map(Step::words).collect();
+        Self(Arc::new(Prepared { program, buffers, words }))
+    }
+}
+
+impl PreparedProgram {
+    pub fn program(&self) -> &Program {
+        &self.0.program
+    }
+
+    pub fn buffers(&self) -> &Buffers {
+        &self.0.buffers
+    }
+
+    /// Numbers that no other program has, as a key.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+    pub fn words(&self) -> &[u64] {
+        &self.0.words
     }
 }
 
@@ -252,6 +309,44 @@ mod tests {
         let (r, y) = (x * x, 2.0 * x.powi(3));
         let expected = (y * y + 1.0) * (3.0 * r * y + y);
         assert_eq!(program().run(x, compute), expected);
+    }
+
+    #[test]
+    fn words_tell_programs_apart() {
+        let input = Program::INPUT;
+        let of = |steps: &[Step]| {
+            let mut program = Program::default();
+            for step in steps {
+                program.push(step.clone());
+            }
+            PreparedProgram::from(program)
+        };
+        let square = Step::Square { x: input };
+        let symmetric =
+            |beta| Step::Symmetric { a: Value(1), b: Value(1), c: Value(1), alpha: 0.5, beta };
+        let rescaled = |by| {
+            [Step::Rescaled { x: input, r: Value(1), by }, Step::RescaledSquare { r: Value(1), by }]
+        };
+        let accumulated = |schedule: &[Polynomial]| Step::AccumulateQ {
+            r: Value(1),
+            schedule: schedule.to_vec(),
+        };
+        let second = [
+            vec![symmetric(0.25), symmetric(-0.25), Step::PlusIdentity { z: Value(1) }],
+            vec![Step::Scaled { z: Value(1), beta: 0.5 }, Step::Scaled { z: Value(1), beta: 0.25 }],
+            [Rescaling::Schatten4, Rescaling::Aol].map(rescaled).concat(),
+            vec![accumulated(&[[1.0; 3]]), accumulated(&[[1.0; 3], [1.0; 3]])],
+            vec![Step::Apply { q: Value(1), x: input }, Step::Apply { q: Value(1), x: Value(1) }],
+            vec![Step::ApplyAndAdd { z: Value(1), x: input, a: 2.0 }, square.clone()],
+        ];
+        let mut programs = vec![of(&[]), of(std::slice::from_ref(&square))];
+        programs.extend(second.concat().into_iter().map(|step| of(&[square.clone(), step])));
+        for (index, program) in programs.iter().enumerate() {
+            assert_eq!(program.words(), of(program.program().steps()).words());
+            for other in &programs[..index] {
+                assert_ne!(program.words(), other.words(), "{program:?} and {other:?}");
+            }
+        }
     }
 
     #[test]

@@ -7,7 +7,9 @@ use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType, Shape, Tensor};
 
 use super::compute_path::{ComputePath, KernelPolicy};
-use super::ops::{MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
+use super::ops::{
+    MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, SkipCount, StepOps,
+};
 use super::portable;
 use super::tensor_list::TensorList;
 use super::values::Values;
@@ -92,6 +94,35 @@ pub(crate) fn apply(
         (Dispatch::apply(list, places, direction, rejected, flags, steps, diverged.first), ())
     };
     parameters.through(apply).0
+}
+
+/// [`apply`] for one parameter of one matrix, which stays as it is if its `flag` is set. Also
+/// counts that: in one launch, where there is a kernel for the step.
+pub(crate) fn apply_and_count(
+    policy: KernelPolicy,
+    parameter: Values,
+    direction: Tensor<3>,
+    flag: &Tensor<1>,
+    step: ParameterStep,
+    skipped: Tensor<1>,
+) -> (Values, SkipCount) {
+    let path = ComputePath::choose(policy, &direction.device(), parameter.dtype().into());
+    let has_kernel = matches!(path, ComputePath::CubeCl { .. }) && !step.cautious;
+    let one = match parameter {
+        Values::Each(mut values) if has_kernel && values.len() == 1 => values.swap_remove(0),
+        parameter => {
+            let diverged = MatrixFlags { flags: flag, first: 0 };
+            let steps = [ParameterStep { flag: 0, ..step }];
+            let values = apply(policy, parameter, direction, flag, diverged, &steps);
+            return (values, SkipCount { skipped: skipped + flag.clone(), zero: None });
+        }
+    };
+    let [parameter, flag, skipped] = [one, flag.clone(), skipped].map(Tensor::into_dispatch);
+    let factors = [step.decay, step.lr];
+    let (values, skipped, zero) =
+        Dispatch::apply_and_count(parameter, direction.into_dispatch(), flag, skipped, factors);
+    let [values, skipped, zero] = [values, skipped, zero].map(Tensor::from_dispatch);
+    (Values::Each(vec![values]), SkipCount { skipped, zero: Some(zero) })
 }
 
 /// [`StepOps::restore`] of master weights, on the path of the parameters.

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, reject};
+use crate::backend::{
+    Acceptance, AdamWControls, ElementwiseRows, FlaggedRows, StepCounts, accept, reject,
+};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
@@ -34,9 +36,16 @@ pub(crate) struct ElementwiseState<const D: usize> {
     time: usize,
     /// The place of its count of skipped steps.
     place: CountSlot,
+    /// Zeros for the flag of the next step, if the last one has made some.
+    flag: Option<Tensor<1>>,
 }
 
 impl<const D: usize> ElementwiseState<D> {
+    /// A state that has not been counted yet.
+    fn new(slots: Slots, time: usize) -> Self {
+        Self { slots, time, place: CountSlot::default(), flag: None }
+    }
+
     fn skipped(&self) -> Tensor<1> {
         self.slots.get(SKIPPED.name)
     }
@@ -53,7 +62,7 @@ impl<const D: usize> RecordState for ElementwiseState<D> {
         // Files of older versions do not have it.
         let time =
             src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok()).unwrap_or_default();
-        slots.have_rank(D).then_some(Self { slots, time, place: CountSlot::default() })
+        slots.have_rank(D).then(|| Self::new(slots, time))
     }
 }
 
@@ -84,7 +93,7 @@ impl Elementwise {
     ) -> ElementwiseState<D> {
         let batch = ElementwiseUpdate::batch(&shape);
         let slots = Slots::zeros(&self.slots(dtype), batch, &shape, dtype, device);
-        ElementwiseState { slots, time: 0, place: CountSlot::default() }
+        ElementwiseState::new(slots, 0)
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -107,53 +116,57 @@ impl Elementwise {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
             return Ok((parameter, state));
         }
-        let ElementwiseState { mut slots, time, mut place } = state;
         let batch = ElementwiseUpdate::batch(&shape);
-        let table = self.slots(dtype);
+        let (table, slots) = (self.slots(dtype), &mut state.slots);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have bfloat16 moments.
         slots.convert(&table, dtype);
 
-        let (updated, rejected) = self.updated(lr, time, parameter, grad, &mut slots);
+        let updated = self.updated(lr, parameter, grad, &mut state);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;
         }
 
-        self.skipped.count(&mut slots, &mut place, rejected)?;
-        Ok((updated.reshape(shape), ElementwiseState { slots, time: time + 1, place }))
+        self.skipped.record_slot(&state.slots, &mut state.place)?;
+        state.time += 1;
+        Ok((updated.reshape(shape), state))
     }
 
-    /// The new values of a parameter, flat, and its flag. Advances the slots.
+    /// The new values of a parameter, flat. Advances the slots.
     fn updated<const D: usize>(
         &self,
         lr: LearningRate,
-        time: usize,
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        slots: &mut Slots,
-    ) -> (Tensor<1>, Tensor<1>) {
+        ElementwiseState { slots, time, flag, .. }: &mut ElementwiseState<D>,
+    ) -> Tensor<1> {
         let (shape, dtype) = (parameter.dims(), parameter.dtype());
         let [.., elements] = ElementwiseUpdate::batch(&shape);
-        let flags = Tensor::zeros([1], (&parameter.device(), DType::F32));
+        let zeros = || Tensor::zeros([1], (&parameter.device(), DType::F32));
+        let flags = flag.take().unwrap_or_else(zeros);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let largest = self.update.largest_gradient(dtype);
         // Before clipping, which would make an infinite gradient a finite one.
         let rejected =
             reject(self.update.policy, flags, std::slice::from_ref(&grad), &whole, largest);
         let grad = clip(self.update.clipping.as_ref(), grad);
-        let mask = FiniteMask::from_rows(rejected.clone());
-        let has_corrections = !self.update.rule.corrections().is_empty();
-        let corrections = CORRECTIONS.map(|slot| match has_corrections {
-            true => slots.take(slot.name),
+        let betas = self.update.rule.correction_betas();
+        let corrections = CORRECTIONS.map(|slot| match betas {
+            Some(_) => slots.take(slot.name),
             // Lion reads none, and a tensor has to be there.
-            false => rejected.zeros_like(),
+            None => rejected.clone(),
         });
-        let corrections = self.update.correct(corrections, &mask);
+        let counts = StepCounts { skipped: slots.take(SKIPPED.name), corrections };
+        let Acceptance { rejected, counts, zeros } =
+            accept(self.update.policy, rejected, None, counts, betas);
+        let StepCounts { skipped, corrections } = counts;
+        slots.put(SKIPPED.name, skipped);
+        *flag = zeros;
         let StepSize { decay, lr, .. } = self.update.size(lr, self.role);
         let parameters = [ElementwiseParameter {
             rows: ElementwiseRows { flag: 0, first: 0, decay, lr },
-            origin: Origin { parameter: &self.parameter, element: 0, step: time },
+            origin: Origin { parameter: &self.parameter, element: 0, step: *time },
             factors: None,
         }];
         let controls =
@@ -163,7 +176,7 @@ impl Elementwise {
         for (slot, correction) in self.update.rule.corrections().iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
-        (updated.swap_remove(0), rejected)
+        updated.swap_remove(0)
     }
 }
 
@@ -194,7 +207,7 @@ impl Resumable for Elementwise {
         }
         slots.insert(&SKIPPED, 0.0, device);
         match slots.have_rank(D) {
-            true => Ok(ElementwiseState { slots, time, place: CountSlot::default() }),
+            true => Ok(ElementwiseState::new(slots, time)),
             false => Err(of_another()),
         }
     }
@@ -225,7 +238,9 @@ impl Optimizer for Elementwise {
         state: ElementwiseState<D>,
         device: &Device,
     ) -> ElementwiseState<D> {
-        ElementwiseState { slots: state.slots.to_device(device), ..state }
+        // Burn asks for the device in every step.
+        let flag = state.flag.map(|flag| flag.to_device(device));
+        ElementwiseState { slots: state.slots.to_device(device), flag, ..state }
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor, s};
 
-use crate::backend::{FlaggedRows, reject};
+use crate::backend::{FlaggedRows, SkipCount, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::flat::expand;
@@ -53,19 +53,25 @@ pub struct MuonState<const D: usize> {
     clocks: Clocks,
     /// The place of its count of skipped steps.
     place: CountSlot,
+    /// Zeros for the flag of the next step, if the last one has made some.
+    flag: Option<Tensor<1>>,
 }
 
 /// A parameter after a step.
 struct Updated {
     /// Flat.
     values: Tensor<1>,
-    /// The flags of the parameter and of its matrices.
-    flags: Tensor<1>,
     /// The number of matrices that were orthogonalised.
     iterations: usize,
 }
 
 impl<const D: usize> MuonState<D> {
+    /// A state that has not been counted yet.
+    fn new(slots: Slots, time: usize) -> Self {
+        let (clocks, place) = (Clocks::default(), CountSlot::default());
+        Self { slots, time, clocks, place, flag: None }
+    }
+
     /// Returns the moving average of the gradients, in the shape of the parameter and the type of
     /// [`StateDtype`](crate::StateDtype): float32 for [`Int8`](crate::StateDtype::Int8). It has no
     /// elements on a rank that does not own the parameter.
@@ -111,7 +117,7 @@ impl<const D: usize> RecordState for MuonState<D> {
             return None;
         }
         let time = src.take_scalar(prefix, TIME)?.try_into().ok()?;
-        Some(Self { slots, time, clocks: Clocks::default(), place: CountSlot::default() })
+        Some(Self::new(slots, time))
     }
 }
 
@@ -176,7 +182,7 @@ impl Muon {
     ) -> MuonState<D> {
         let table = self.slots(batch, dtype);
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
-        MuonState { slots, time: 0, clocks: Clocks::default(), place: CountSlot::default() }
+        MuonState::new(slots, 0)
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -209,8 +215,7 @@ impl Muon {
         // Files of older versions have half precision where there is float32 now.
         state.slots.convert(&table, dtype);
 
-        let Updated { values, flags, iterations } =
-            self.updated(lr, batch, parameter, grad, &mut state);
+        let Updated { values, iterations } = self.updated(lr, batch, parameter, grad, &mut state);
         if self.once {
             ensure_once(&self.parameter, None, k, iterations)?;
         }
@@ -220,27 +225,29 @@ impl Muon {
             ensure_computed(&self.parameter, &values)?;
         }
 
-        // One count for the parameter: a skipped matrix of a stack counts.
-        let skipped = if k > 1 { flags.max() } else { flags };
-        self.skipped.count(&mut state.slots, &mut state.place, skipped)?;
+        self.skipped.record_slot(&state.slots, &mut state.place)?;
         state.time += 1;
         Ok((values.reshape(shape), state))
     }
 
-    /// A step of a parameter, whose state advances.
+    /// A step of a parameter, whose state advances with its count of skipped steps.
     fn updated<const D: usize>(
         &self,
         lr: LearningRate,
         [k, m, n]: [usize; 3],
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        MuonState { slots, time, clocks, .. }: &mut MuonState<D>,
+        MuonState { slots, time, clocks, flag, .. }: &mut MuonState<D>,
     ) -> Updated {
         let update = &self.update;
         // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
         // of the parameter.
         let first = usize::from(k > 1);
-        let flags = Tensor::zeros([first + k], (&parameter.device(), DType::F32));
+        let zeros = || Tensor::zeros([first + k], (&parameter.device(), DType::F32));
+        let flags = flag.take().unwrap_or_else(zeros);
+        let skipped = slots.take(SKIPPED.name);
+        // The kernel that applies the direction counts a single matrix.
+        let skips = (k == 1).then(|| SkipCount { skipped: skipped.clone(), zero: None });
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before the update clips it, which would make an infinite gradient a finite one.
         let flags = reject(update.policy(), flags, std::slice::from_ref(&grad), &whole, f64::MAX);
@@ -261,10 +268,20 @@ impl Muon {
             by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
             iterations: Cell::default(),
+            skips: Cell::new(skips),
         };
         let tensors = UpdateTensors::of_one(parameter, grad);
         let (mut updated, flags) = update.step(&batch, tensors, slots, clocks, flags, None);
-        Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
+        let skipped = match batch.skips.take() {
+            Some(SkipCount { skipped, zero }) => {
+                *flag = zero;
+                skipped
+            }
+            // One count for the parameter: a skipped matrix of a stack counts.
+            None => skipped + flags.max(),
+        };
+        slots.put(SKIPPED.name, skipped);
+        Updated { values: updated.swap_remove(0), iterations: batch.iterations.get() }
     }
 }
 
@@ -328,6 +345,8 @@ impl Optimizer for Muon {
     }
 
     fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {
-        MuonState { slots: state.slots.to_device(device), ..state }
+        // Burn asks for the device in every step.
+        let flag = state.flag.map(|flag| flag.to_device(device));
+        MuonState { slots: state.slots.to_device(device), flag, ..state }
     }
 }

@@ -26,6 +26,8 @@ pub(crate) enum BlockRule<O> {
 /// The state of a block. A state of elements has its own name in records, since a momentum may be
 /// Lion's or Muon's.
 #[derive(Clone)]
+// There is one for each block of a parameter. Without backends, tensors are small.
+#[allow(clippy::large_enum_variant)]
 pub(crate) enum BlockState<S> {
     Matrices(S),
     Elements(ElementwiseState<3>),

@@ -1,6 +1,7 @@
 //! The iteration, ready to run.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
@@ -9,8 +10,8 @@ use super::iteration_plan::{IterationPlan, Planner};
 use super::{cost, gram, restarts, standard};
 use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
-    AOL_SIZE, Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
-    Rescaling, Step, precise_dtype,
+    AOL_SIZE, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, PreparedProgram,
+    Program, Rescaling, Step, precise_dtype,
 };
 use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
@@ -26,6 +27,22 @@ pub struct NewtonSchulz {
     workspace: usize,
     /// Recordings, if they are wanted.
     recordings: Option<Arc<Recordings>>,
+    /// The decisions that were made, which clones share.
+    decisions: Arc<IterationDecisions>,
+}
+
+/// IterationDecisions by sizes and type of matrices, for each device.
+type IterationDecisions =
+    Mutex<HashMap<([usize; 2], DType), Vec<(Device, Arc<IterationDecision>)>>>;
+
+/// All that follows from the settings, and from sizes, type and device of matrices: made once. The
+/// native kernels are no part of it, since a device may refuse them later.
+#[derive(Debug)]
+pub(crate) struct IterationDecision {
+    plan: IterationPlan,
+    program: PreparedProgram,
+    /// The reason why native kernels have no such iterations.
+    not_native: Option<String>,
 }
 
 impl NewtonSchulzConfig {
@@ -76,6 +93,7 @@ impl NewtonSchulzConfig {
             normalization: *normalization,
             workspace: self.workspace_mb * 1_000_000,
             recordings: self.graphs.then(Default::default),
+            decisions: Arc::default(),
         })
     }
 }
@@ -89,6 +107,8 @@ impl NewtonSchulz {
     /// Restricts the implementations that may be used.
     pub fn with_kernels(mut self, policy: KernelPolicy) -> Self {
         self.planner.policy = policy;
+        // Clones keep theirs, which are by another policy.
+        self.decisions = Arc::default();
         self
     }
 
@@ -133,39 +153,43 @@ impl NewtonSchulz {
     }
 
     /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be
-    /// known already, in parts that fit into the workspace. With the plan that was carried out;
+    /// known already, in parts that fit into the workspace. With the decision that was carried out;
     /// none for an empty batch.
     pub(crate) fn direction(
         &self,
         batch: Tensor<3>,
         norms: Option<PartialNorms>,
-    ) -> (Tensor<3>, Option<IterationPlan>) {
+    ) -> (Tensor<3>, Option<Arc<IterationDecision>>) {
         if batch.shape().num_elements() == 0 {
             return (batch, None);
         }
-        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
-        (self.carry_out(&plan, batch, norms), Some(plan))
+        let (shape @ [_, m, n], device) = (batch.dims(), batch.device());
+        let decision = self.decision([m, n], batch.dtype(), &device);
+        let native = decision.runs_natively(shape, &device);
+        (self.carry_out(&decision, native, batch, norms), Some(decision))
     }
 
-    /// The result of a plan for a batch.
+    /// The result of a decision for a batch, by native kernels or without.
     fn carry_out(
         &self,
-        plan: &IterationPlan,
+        decision: &Arc<IterationDecision>,
+        native: bool,
         batch: Tensor<3>,
         norms: Option<PartialNorms>,
     ) -> Tensor<3> {
         let [k, m, n] = batch.dims();
         // Matrices that fit into the workspace.
-        let part = (self.workspace / plan.workspace).max(1);
+        let part = (self.workspace / decision.workspace([m, n], native)).max(1);
         if part >= k {
-            if let Some(replayed) = self.replayed(plan, &batch, norms.as_ref()) {
-                return replayed;
-            }
-            return self.orthogonalize_part(plan, batch, norms);
+            let replayed = (!native).then(|| self.replayed(decision, &batch, norms.as_ref()));
+            return match replayed.flatten() {
+                Some(replayed) => replayed,
+                None => self.orthogonalize_part(decision, native, batch, norms),
+            };
         }
         // Not `empty`, which Flex allocates twice. In one dimension: in more, Burn may leave gaps
         // between rows.
-        let options = (&batch.device(), DType::from(plan.dtype));
+        let options = (&batch.device(), DType::from(decision.plan.dtype));
         let mut result = Tensor::<1>::full([k * m * n], 0.0, options).reshape([k, m, n]);
         for start in (0..k).step_by(part) {
             let range = start..(start + part).min(k);
@@ -173,42 +197,42 @@ impl NewtonSchulz {
                 .as_ref()
                 .map(|PartialNorms(norms)| PartialNorms(norms.clone().slice([range.clone()])));
             let matrices = batch.clone().slice([range.clone()]);
-            let direction = self.orthogonalize_part(plan, matrices, norms);
+            let direction = self.orthogonalize_part(decision, native, matrices, norms);
             result = result.slice_assign([range, 0..m, 0..n], direction);
         }
         result
     }
 
-    /// The result of a recording, if one takes less time than the launches that it replaces.
+    /// The result of a recording, if one takes less time than the launches that it replaces. Native
+    /// kernels record small batches themselves.
     fn replayed(
         &self,
-        plan: &IterationPlan,
+        decision: &Arc<IterationDecision>,
         batch: &Tensor<3>,
         norms: Option<&PartialNorms>,
     ) -> Option<Tensor<3>> {
         let recordings = self.recordings.as_ref()?;
         let is_large = batch.shape().num_elements() > graphs::MOST_ELEMENTS;
-        // Native kernels record small batches themselves, and one kernel is one launch already.
-        if is_large
-            || plan.native.may_run()
-            || plan.single_kernel
-            || !matches!(plan.path, ComputePath::CubeCl { .. })
-        {
+        let IterationPlan { single_kernel, path, .. } = decision.plan;
+        // One kernel is one launch already.
+        if is_large || single_kernel || !matches!(path, ComputePath::CubeCl { .. }) {
             return None;
         }
         recordings.run(batch, norms, |batch, norms| {
-            let (recorded, plan) = (Self { recordings: None, ..self.clone() }, plan.clone());
+            let recorded = Self { recordings: None, ..self.clone() };
+            let decision = decision.clone();
             let norms = norms.map(|PartialNorms(norms)| norms);
             Box::new(move || {
                 let norms = norms.clone().map(PartialNorms);
-                recorded.orthogonalize_part(&plan, batch.clone(), norms)
+                recorded.orthogonalize_part(&decision, false, batch.clone(), norms)
             })
         })
     }
 
     fn orthogonalize_part(
         &self,
-        plan: &IterationPlan,
+        IterationDecision { plan, program, .. }: &IterationDecision,
+        native: bool,
         batch: Tensor<3>,
         norms: Option<PartialNorms>,
     ) -> Tensor<3> {
@@ -223,7 +247,7 @@ impl NewtonSchulz {
             Normalization::Aol => over_norm(precise).mul_scalar(AOL_SIZE).cast(plan.dtype),
             Normalization::Frobenius | Normalization::Schatten4 => over_norm(plan.dtype),
         };
-        plan.path.iterate(x, self.program(plan), plan.native.may_run())
+        plan.path.iterate(x, program, native)
     }
 
     /// The products of the iteration by a plan.
@@ -251,16 +275,24 @@ impl NewtonSchulz {
         program
     }
 
-    /// The use of native kernels for a batch of a shape.
-    fn native(&self, plan: &IterationPlan, shape: [usize; 3], device: &Device) -> NativeKernels {
-        if plan.single_kernel {
-            return NativeKernels::Refused("one kernel computes all steps".to_owned());
+    /// The decision about matrices of a shape, made when it is first asked for.
+    fn decision(&self, shape: [usize; 2], dtype: DType, device: &Device) -> Arc<IterationDecision> {
+        // Each is complete when it is stored, also after a panic.
+        let mut all = self.decisions.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_devices = all.entry((shape, dtype)).or_default();
+        if let Some((_, decision)) = of_devices.iter().find(|(of, _)| of == device) {
+            return decision.clone();
         }
-        if self.normalization != Normalization::Frobenius {
-            let refusal = format!("they have no {:?} normalization", self.normalization);
-            return NativeKernels::Refused(refusal);
-        }
-        plan.path.native_kernels(device, plan.dtype, shape)
+        let plan = self.planner.plan(shape, dtype, device);
+        let not_native = match self.normalization {
+            _ if plan.single_kernel => Some("one kernel computes all steps".to_owned()),
+            Normalization::Frobenius => None,
+            other => Some(format!("they have no {other:?} normalization")),
+        };
+        let program = self.program(&plan).into();
+        let decision = Arc::new(IterationDecision { plan, program, not_native });
+        of_devices.push((device.clone(), decision.clone()));
+        decision
     }
 
     /// Returns the plan by which [`orthogonalize`](Self::orthogonalize) processes `batch`.
@@ -284,20 +316,44 @@ impl NewtonSchulz {
         self.planner.plan([m, n], dtype, device).operations
     }
 
-    fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
-        let plan = self.plan(shape, dtype, device);
-        IterationPlan { kernel: plan.kernel_of(shape, device), ..plan }
+    fn explained(
+        &self,
+        shape @ [_, m, n]: [usize; 3],
+        dtype: DType,
+        device: &Device,
+    ) -> IterationPlan {
+        self.decision([m, n], dtype, device).explained(shape, device)
+    }
+}
+
+impl IterationDecision {
+    /// Returns `true` if native kernels compute a batch, or are compared with others for it.
+    fn runs_natively(&self, shape: [usize; 3], device: &Device) -> bool {
+        let IterationPlan { path, dtype, .. } = self.plan;
+        self.not_native.is_none() && path.has_native_kernels(device, dtype, shape)
     }
 
-    /// The plan without the name of the kernel, which the iteration does not need.
-    fn plan(&self, shape @ [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
-        let mut plan = self.planner.plan([m, n], dtype, device);
-        plan.native = self.native(&plan, shape, device);
-        if plan.native.may_run() {
-            // All of them at a time: the launches of an iteration are queued at once.
-            let elements: usize = Buffers::of(&self.program(&plan)).elements([m, n]).sum();
-            plan.workspace = plan.workspace.max(elements * DType::from(plan.dtype).size());
+    /// Bytes of memory for one matrix, its result included and its input excluded.
+    fn workspace(&self, [m, n]: [usize; 2], native: bool) -> usize {
+        let IterationPlan { workspace, dtype, .. } = self.plan;
+        if !native {
+            return workspace;
         }
+        // All of them at a time: the launches of an iteration are queued at once.
+        let elements: usize = self.program.buffers().elements([m, n]).sum();
+        workspace.max(elements * DType::from(dtype).size())
+    }
+
+    /// The whole plan for a batch, with descriptions of its kernels, which the iteration does not
+    /// need.
+    pub fn explained(&self, shape @ [_, m, n]: [usize; 3], device: &Device) -> IterationPlan {
+        let mut plan = self.plan.clone();
+        plan.native = match &self.not_native {
+            Some(reason) => NativeKernels::Refused(reason.clone()),
+            None => plan.path.native_kernels(device, plan.dtype, shape),
+        };
+        plan.workspace = self.workspace([m, n], plan.native.may_run());
+        plan.kernel = plan.kernel_of(shape, device);
         plan
     }
 }
@@ -367,13 +423,32 @@ mod tests {
     }
 
     #[test]
+    fn decisions_are_made_once_for_a_shape_type_and_device() {
+        let iteration = NewtonSchulzConfig::new().init().unwrap();
+        let device = Device::default();
+        let decision =
+            |iteration: &NewtonSchulz, shape, dtype| iteration.decision(shape, dtype, &device);
+        let first = decision(&iteration, [24, 40], DType::F32);
+        assert!(Arc::ptr_eq(&first, &decision(&iteration.clone(), [24, 40], DType::F32)));
+        assert_eq!(first.plan, iteration.planner.plan([24, 40], DType::F32, &device));
+        for (shape, dtype) in [([40, 24], DType::F32), ([24, 40], DType::F64)] {
+            assert!(!Arc::ptr_eq(&first, &decision(&iteration, shape, dtype)));
+        }
+        let portable = iteration.clone().with_kernels(KernelPolicy::Portable);
+        let other = decision(&portable, [24, 40], DType::F32);
+        assert_eq!(other.plan.path, ComputePath::Portable);
+        assert!(Arc::ptr_eq(&first, &decision(&iteration, [24, 40], DType::F32)));
+    }
+
+    #[test]
     fn native_kernels_need_two_wide_buffers_and_those_of_the_form() {
         let elements = |form, [m, n]: [usize; 2]| {
             let config = NewtonSchulzConfig::new().with_form(form);
             let iteration = config.init().unwrap();
             let plan = iteration.planner.plan([m, n], DType::F32, &Device::default());
             assert!(!plan.single_kernel && plan.form == form);
-            Buffers::of(&iteration.program(&plan)).elements([m, n]).sum::<usize>()
+            let program = PreparedProgram::from(iteration.program(&plan));
+            program.buffers().elements([m, n]).sum::<usize>()
         };
         let shape @ [m, n] = [128, 512];
         // `X` and the next one, `R` and `Z`.
@@ -427,9 +502,10 @@ mod tests {
             let part = x.clone().slice([matrices]).reshape([-1]).into_data();
             let shape = [batch, m, n];
             let part = Tensor::<1>::from_data(part, (&device, DType::BF16)).reshape(shape);
-            let plan = iteration.plan(shape, DType::BF16, &device);
+            let plan = iteration.explain(&part);
             assert!(matches!(plan.native, NativeKernels::Used(_)), "{:?}", plan.native);
-            let result = plan.path.iterate(part, iteration.program(&plan), true);
+            let program = iteration.program(&plan).into();
+            let result = plan.path.iterate(part, &program, true);
             let result = result.reshape([-1]).into_data();
             result.try_to_vec::<half::bf16>().expect("values in bfloat16")
         };
@@ -471,23 +547,23 @@ mod tests {
     fn compare(iteration: &NewtonSchulz, shape: [usize; 3], seed: u32, stand_in: &StandIn) {
         let [_, m, n] = shape;
         let device = Device::cuda(0);
-        let plan = iteration.plan(shape, DType::F32, &device);
+        let plan = iteration.explained(shape, DType::F32, &device);
         let NativeKernels::Used(kernels) = &plan.native else { panic!("{:?}", plan.native) };
         assert!(kernels.contains("128 x 128, 256 x 128, 128 x 256, 256 x 256;"), "{kernels}");
         let dtype = DType::from(plan.dtype);
         let bound = 1.0 / ((m * n) as f64).sqrt();
         let random = Distribution::Uniform(-bound, bound);
         let x = Tensor::<3>::random(shape, random, &Device::flex()).cast(plan.dtype);
-        let program = || iteration.program(&plan);
+        let program = iteration.program(&plan).into();
         let reference = x.clone().cast(FloatDType::F32);
-        let expected = ComputePath::Portable.iterate(reference, program(), false);
+        let expected = ComputePath::Portable.iterate(reference, &program, false);
 
         let before = stand_in.launches("product_");
         stand_in.hold(true);
         // In one dimension: in more, Burn may leave gaps between rows, which a kernel closes.
         let values = x.reshape([-1]).into_data();
         let batch = Tensor::<1>::from_data(values, (&device, dtype)).reshape(shape);
-        let result = plan.path.iterate(batch, program(), plan.native.may_run());
+        let result = plan.path.iterate(batch, &program, plan.native.may_run());
         let result = result.reshape([-1]).into_data();
         for step in 0.. {
             if !stand_in.step(seed + 3 * step) {

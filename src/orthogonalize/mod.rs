@@ -27,5 +27,6 @@ mod standard;
 pub use crate::backend::Polynomial;
 pub use coefficients::Coefficients;
 pub use config::{IterationDtype, IterationForm, NewtonSchulzConfig, Normalization};
+pub(crate) use iteration::IterationDecision;
 pub use iteration::NewtonSchulz;
 pub use iteration_plan::IterationPlan;

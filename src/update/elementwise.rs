@@ -15,7 +15,7 @@ use super::step_norms::Observations;
 use super::step_size::StepSize;
 use crate::backend::{
     AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, Values,
-    lion,
+    corrected, lion,
 };
 use crate::checks::ensure_size;
 use crate::error::Result;
@@ -180,10 +180,16 @@ impl ElementwiseRule {
 
     /// The bias corrections after a number of steps.
     pub fn corrections_after(self, steps: usize) -> [f64; 2] {
-        let ElementwiseRule::AdamW(AdamWStep { beta_1, beta_2, .. }) = self else {
-            return [0.0; 2];
-        };
-        [beta_1, beta_2].map(|beta| 1.0 - beta.powf(steps as f64))
+        let betas = self.correction_betas();
+        betas.map_or([0.0; 2], |betas| betas.map(|beta| 1.0 - beta.powf(steps as f64)))
+    }
+
+    /// The decays by which bias corrections advance, if there are any.
+    pub fn correction_betas(self) -> Option<[f64; 2]> {
+        match self {
+            Self::AdamW(AdamWStep { beta_1, beta_2, .. }) => Some([beta_1, beta_2]),
+            Self::Lion(_) => None,
+        }
     }
 
     /// The slots of bias corrections.
@@ -239,14 +245,10 @@ impl ElementwiseUpdate {
 
     /// The bias corrections after a step, for the rows of a mask.
     pub fn correct(&self, corrections: [Tensor<1>; 2], mask: &FiniteMask) -> [Tensor<1>; 2] {
-        let ElementwiseRule::AdamW(AdamWStep { beta_1, beta_2, .. }) = self.rule else {
-            return corrections;
-        };
-        let [first, second] = corrections;
-        [(first, beta_1), (second, beta_2)].map(|(old, beta)| {
-            // The same average as a moment, of ones: `1 - beta^t` for the steps that were taken.
-            mask.select(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
-        })
+        match self.rule.correction_betas() {
+            Some(betas) => corrected(corrections, betas, mask),
+            None => corrections,
+        }
     }
 
     /// One step of several parameters: their new values. Advances their `state`, which has

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::tensor::{Device, FloatDType};
+use burn::tensor::FloatDType;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::ComputePath;
@@ -59,9 +59,9 @@ pub struct IterationUsed {
 }
 
 impl IterationUsed {
-    fn of(plan: &IterationPlan, shape: [usize; 3], device: &Device) -> Self {
-        let IterationPlan { form, steps, dtype, path, .. } = *plan;
-        Self { form, steps, dtype, path, kernel: plan.kernel_of(shape, device) }
+    fn of(plan: IterationPlan) -> Self {
+        let IterationPlan { form, steps, dtype, path, kernel, .. } = plan;
+        Self { form, steps, dtype, path, kernel }
     }
 }
 
@@ -120,12 +120,11 @@ impl Entries {
     /// Adds the orthogonalisation of a batch by a plan: some matrices of every parameter.
     pub fn add_iteration<'a>(
         &mut self,
-        plan: &IterationPlan,
-        (shape, device): ([usize; 3], &Device),
+        explained: impl FnOnce() -> IterationPlan,
         parameters: impl Iterator<Item = (&'a str, usize)>,
     ) {
         // Only on request, since the name of a kernel may need it compiled and verified.
-        let iteration = self.has_details.then(|| IterationUsed::of(plan, shape, device));
+        let iteration = self.has_details.then(|| IterationUsed::of(explained()));
         for (parameter, matrices) in parameters {
             let entry = Entry { by: UpdatedBy::Muon, iterations: 0, iteration: None };
             let entry = self.by_name.entry(parameter.to_owned()).or_insert(entry);

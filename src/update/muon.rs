@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::iter::repeat_n;
+use std::sync::Arc;
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData, s};
@@ -20,14 +21,14 @@ use super::step_norms::{Observations, orthogonality_errors};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MatrixFlags, MomentumStep, MomentumUpdate,
-    ParameterStep, PartialNorms, Values, apply, precise_dtype, reject, scaled, split,
-    update_momentum,
+    ParameterStep, PartialNorms, SkipCount, Values, apply, apply_and_count, precise_dtype, reject,
+    scaled, split, update_momentum,
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
 use crate::flat;
 use crate::matrix_view::MatrixLayout;
-use crate::orthogonalize::{IterationPlan, NewtonSchulz};
+use crate::orthogonalize::{IterationDecision, NewtonSchulz};
 use crate::schedule::Schedule;
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
@@ -99,6 +100,8 @@ pub(crate) struct MuonBatch<'a> {
     pub first: usize,
     /// The number of matrices that the step has orthogonalised.
     pub iterations: Cell<usize>,
+    /// For one parameter of one matrix, the count of its skipped steps, which the step advances.
+    pub skips: Cell<Option<SkipCount>>,
 }
 
 impl MuonBatch<'_> {
@@ -370,7 +373,16 @@ impl MuonUpdate {
         let unchanged = MatrixFlags { flags: &unchanged, first: batch.first };
         let values = idle_matrices::of_sections(values, &sections, m * n);
         let flags = batch.flags(&diverged);
-        let values = apply(self.policy(), values, direction, flags, unchanged, &steps);
+        let values = match batch.skips.take() {
+            None => apply(self.policy(), values, direction, flags, unchanged, &steps),
+            Some(SkipCount { skipped, .. }) => {
+                let policy = self.policy();
+                let (values, skips) =
+                    apply_and_count(policy, values, direction, flags, steps[0], skipped);
+                batch.skips.set(Some(skips));
+                values
+            }
+        };
         let mut values = idle_matrices::of_parameters(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
@@ -497,9 +509,9 @@ impl MuonUpdate {
             let precise = update.clone().cast(precise_dtype(update.dtype()));
             norms_along(precise, batch.matrices.along_input())
         });
-        let (direction, plan) = self.orthogonalized(update, norms, batch.matrices);
-        if let Some(plan) = plan {
-            self.count_iteration(inputs, &plan, &direction.device());
+        let (direction, decision) = self.orthogonalized(update, norms, batch.matrices);
+        if let Some(decision) = decision {
+            self.count_iteration(inputs, &decision, &direction.device());
         }
         self.finished(started, direction, state, known, observed)
     }
@@ -510,20 +522,20 @@ impl MuonUpdate {
         update: Tensor<3>,
         norms: Option<PartialNorms>,
         Matrices { shape: [m, n], layout }: Matrices,
-    ) -> (Tensor<3>, Option<IterationPlan>) {
+    ) -> (Tensor<3>, Option<Arc<IterationDecision>>) {
         let outputs_are_columns = m == n && layout == MatrixLayout::InOut;
         if !outputs_are_columns || !self.newton_schulz.rescales_rows() {
             return self.newton_schulz.direction(update, norms);
         }
-        let (direction, plan) = self.newton_schulz.direction(update.swap_dims(1, 2), norms);
-        (direction.swap_dims(1, 2), plan)
+        let (direction, decision) = self.newton_schulz.direction(update.swap_dims(1, 2), norms);
+        (direction.swap_dims(1, 2), decision)
     }
 
     /// Counts an iteration that was carried out.
     fn count_iteration(
         &self,
         Inputs { batch, sections, .. }: Inputs<'_>,
-        plan: &IterationPlan,
+        decision: &IterationDecision,
         device: &Device,
     ) {
         batch.iterations.set(batch.iterations.get() + batch.count);
@@ -531,7 +543,7 @@ impl MuonUpdate {
             let parameters = sections.iter().map(|section| {
                 (batch.parameters[section.parameter].origin.parameter, section.count)
             });
-            entries.add_iteration(plan, (batch.shape(), device), parameters);
+            entries.add_iteration(|| decision.explained(batch.shape(), device), parameters);
         }
     }
 

@@ -267,9 +267,18 @@ impl SkippedSteps {
         skipped: Tensor<1>,
     ) -> Result<()> {
         let count = slots.take(SKIPPED.name) + skipped;
-        slots.put(SKIPPED.name, count.clone());
+        slots.put(SKIPPED.name, count);
+        self.record_slot(slots, place)
+    }
+
+    /// [Records](Self::record) the count of a parameter after a step, which its slot has already.
+    ///
+    /// # Errors
+    ///
+    /// As [`record`](Self::record).
+    pub(crate) fn record_slot(&self, slots: &Slots, place: &mut CountSlot) -> Result<()> {
         let times = [place.steps + 1];
-        self.record(place, count, &times, true)
+        self.record(place, slots.get(SKIPPED.name), &times, true)
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {

@@ -15,6 +15,7 @@
 //! - [`Error::Shape`] for rows that are not those of the batch;
 //! - [`Error::TooLarge`] for a buffer of more elements than the device can address.
 
+mod accept;
 mod adamw;
 mod masters;
 mod muon;
@@ -22,9 +23,13 @@ mod norm;
 mod reject;
 mod rows;
 
+pub use accept::{AcceptBuffers, accept};
 pub use adamw::{AdamW, AdamWTypes, AdamWUpdate, StepControls, adamw};
 pub use masters::{Published, restore};
-pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_momentum};
+pub use muon::{
+    MomentumBuffers, MomentumInput, ParameterUpdate, SkipBuffers, apply, apply_and_count,
+    update_momentum,
+};
 pub use norm::{RowNorms, normalize, norms};
 pub use reject::reject;
 pub(crate) use rows::factor_of;
@@ -32,9 +37,10 @@ pub use rows::{Joined, Rows};
 
 #[cfg(test)]
 pub(crate) use {
+    accept::accept_kernel,
     adamw::adamw_kernel,
     masters::restore_kernel,
-    muon::{apply_kernel, update_momentum_kernel},
+    muon::{apply_and_count_kernel, apply_kernel, update_momentum_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
     reject::reject_kernel,
     rows::{BRANCHES, MAX_TENSORS},

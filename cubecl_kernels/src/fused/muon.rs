@@ -9,7 +9,7 @@ use super::norm::{RowNorms, VECTORS_PER_SUM, add_partials, add_squares, store_pa
 use super::rows::{
     LaunchArguments, RowGrid, factor_of, launch_groups, locate_row, number_of, read, write,
 };
-use super::{Batch, Joined, Rows, UNITS, cube_row, unit_vectors};
+use super::{Batch, Joined, Rows, UNITS, cube_row, cubes_per_row, grid, unit_vectors, vector_size};
 use crate::error::Result;
 use crate::units::exchanging_units;
 
@@ -270,6 +270,97 @@ pub fn apply(
         first += grid.rows;
     }
     Ok(())
+}
+
+/// The float32 buffers of one value each in which [`apply_and_count`] counts.
+#[derive(Debug, Clone, Copy)]
+pub struct SkipBuffers<'a> {
+    /// The number of steps that left the parameter as it is.
+    pub skipped: &'a Handle,
+    /// Receives that number after this step.
+    pub counted: &'a Handle,
+    /// Receives a zero: the flag of a later step.
+    pub zero: &'a Handle,
+}
+
+/// [`apply`] for one parameter of one matrix, which stays as it is if its `flag` is set. Also
+/// counts that in the same launch.
+///
+/// # Errors
+///
+/// Those of the [module](super).
+pub fn apply_and_count(
+    client: &Client,
+    values: &Rows,
+    direction: &Handle,
+    flag: &Handle,
+    SkipBuffers { skipped, counted, zero }: SkipBuffers<'_>,
+    [decay, lr]: [f32; 2],
+    dtypes: [ElemType; 2],
+) -> Result<()> {
+    let batch = Batch { count: 1, elements: values.len() };
+    batch.check(client, &[("the direction", direction, dtypes[1])])?;
+    values.check(client, "the parameter", dtypes[0])?;
+    Batch::check_f32_buffers(&[
+        ("the flag", flag, 1),
+        ("the count", skipped, 1),
+        ("the new count", counted, 1),
+        ("the zero", zero, 1),
+    ])?;
+    let size = vector_size(client, &dtypes, [batch.elements].into_iter());
+    let vectors = batch.elements / size;
+    // SAFETY: every buffer was checked to have its elements.
+    let number = |handle: &Handle| unsafe { BufferArg::from_raw_parts(handle.clone(), 1) };
+    // SAFETY: every index is below the vectors of the matrix.
+    unsafe {
+        apply_and_count_kernel::launch_unchecked(
+            client,
+            grid(cubes_per_row(vectors), 1),
+            CubeDim::new_1d(UNITS),
+            batch.address_type(),
+            size,
+            values.vectors(size),
+            batch.vectors(direction, size),
+            number(flag),
+            number(skipped),
+            number(counted),
+            number(zero),
+            vectors,
+            decay,
+            lr,
+            dtypes,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn apply_and_count_kernel<F: Float, U: Float, N: Size>(
+    parameter: &mut [Vector<F, N>],
+    direction: &[Vector<U, N>],
+    flag: &[f32],
+    skipped: &[f32],
+    counted: &mut [f32],
+    zero: &mut [f32],
+    vectors: usize,
+    decay: f32,
+    lr: f32,
+    #[define(F, U)] _dtypes: [ElemType; 2],
+) {
+    if ABSOLUTE_POS == 0 {
+        counted[0] = skipped[0] + flag[0];
+        zero[0] = f32::new(0.0);
+    }
+    // Nothing is written: the parameter keeps its bits, without weight decay.
+    if flag[0] != 0.0 {
+        terminate!();
+    }
+    let (first, step) = unit_vectors();
+    for i in range_stepped(first, vectors, step) {
+        let decayed = Vector::<f32, N>::new(decay) * Vector::cast_from(parameter[i]);
+        let step = Vector::<f32, N>::new(lr) * Vector::cast_from(direction[i]);
+        parameter[i] = Vector::cast_from(decayed - step);
+    }
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]

@@ -35,7 +35,7 @@ pub struct Native {
     pub(super) library: Result<CublasLt, Refusal>,
     /// The recordings by their keys, or the reason why there is none, and the right to use the
     /// stream.
-    pub(super) recordings: Mutex<HashMap<String, Result<Recording, Refusal>>>,
+    pub(super) recordings: Mutex<HashMap<Vec<u64>, Result<Recording, Refusal>>>,
 }
 
 impl fmt::Display for Native {
@@ -89,8 +89,8 @@ impl Native {
     }
 
     /// The same for an iteration that is recorded when its key is first met, from the addresses of
-    /// its input, which keeps its values, and of its result. Returns the reason if there is no
-    /// recording.
+    /// its input, which keeps its values, and of its result. A key is any numbers. Returns the
+    /// reason if there is no recording.
     ///
     /// # Errors
     ///
@@ -102,7 +102,7 @@ impl Native {
     pub unsafe fn replay(
         &self,
         ready: Ready,
-        key: &str,
+        key: &[u64],
         work: &Work<'_>,
         [x, result]: [u64; 2],
     ) -> Result<Result<(), Refusal>, NotRun> {

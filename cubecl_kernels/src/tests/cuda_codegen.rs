@@ -603,6 +603,25 @@ fn other_kernels<const TENSORS: usize>(
             dtype
         ),
         kernel!(
+            "accept",
+            fused::accept_kernel,
+            line,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            0.9_f32,
+            0.1_f32,
+            0.95_f32,
+            0.05_f32,
+            true,
+            true
+        ),
+        kernel!(
             "join",
             fused::join_kernel,
             line,
@@ -645,6 +664,22 @@ fn other_kernels<const TENSORS: usize>(
             count,
             1_usize << 10,
             false,
+            [dtype; 2]
+        ),
+        kernel!(
+            "count_and_apply",
+            fused::apply_and_count_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            0.9_f32,
+            0.1_f32,
             [dtype; 2]
         ),
         kernel!(

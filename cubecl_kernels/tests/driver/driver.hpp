@@ -10,8 +10,9 @@
 // - The kernels of `src/native` are computed from the parameters of their launches, in their own
 //   tiles (`kernels.cpp`). Other kernels do nothing, unless a test gives them a body
 //   (`standin_kernel`). A test can also make products wait for ever (`standin_stall`), modules be refused
-//   (`standin_refuse_modules`), or products do nothing (`standin_idle`).
-// - Calls are counted by their names (`standin_calls`).
+//   (`standin_refuse_modules`), or products and copies within the device do nothing (`standin_idle`).
+// - Calls are counted by their names (`standin_calls`), and so are the bytes of copies within the
+//   device (`standin_copied`).
 // - Arguments that the driver documents as invalid are refused; the reason is printed. A kernel
 //   that could not run on a GPU fails there, after which every call fails, as on a GPU.
 //
@@ -136,6 +137,9 @@ bool is_recording();
 
 // Runs an operation of a graph or a stream.
 void run(const Operation &operation);
+
+// True if kernels, and copies from the device to the device, do nothing.
+extern bool is_idle;
 
 // Memory.
 

@@ -12,7 +12,7 @@ static std::map<std::string, Body> bodies;   // by the beginnings of names
 static std::map<std::string, long> counts;  // of launches that ran, by names
 
 static std::string stalled;  // the beginning of the names of kernels that hang
-static bool is_idle;         // products do nothing
+bool is_idle = false;
 
 static bool begins_with(const std::string &name, const std::string &begin) {
     return name.compare(0, begin.size(), begin) == 0;
@@ -101,7 +101,7 @@ API standin_stall(const char *begin) {
     return call([&](Lock &) { stalled = begin; });
 }
 
-// Lets products do nothing, or compute again.
+// Lets products and copies within the device do nothing, or do their work again.
 API standin_idle(int idle) {
     return call([&](Lock &) { is_idle = idle; });
 }

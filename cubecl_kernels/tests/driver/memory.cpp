@@ -10,6 +10,9 @@ namespace driver {
 // knows it.
 static auto &allocations = *new std::map<uint64_t, size_t>;
 
+// Bytes of the copies within the device that have run.
+static long copied = 0;
+
 // Of a page, of which a program may use little, the rest stays untouched.
 constexpr size_t POISONED = 64 << 20;
 
@@ -39,13 +42,25 @@ static void release(uint64_t address) {
     free((void *)address);
 }
 
-// Queues a copy between memory of the device. What an argument names is checked when the copy is
+// Queues a copy of memory that the device knows. What an argument names is checked when the copy is
 // queued, and again when it runs.
 static void queue_copy(void *stream, void *to, const void *from, size_t bytes) {
     const auto copy = [=] {
         ensure_memory((uint64_t)from, bytes, "the source of a copy");
         ensure_memory((uint64_t)to, bytes, "the target of a copy");
         memmove(to, from, bytes);
+    };
+    queue(stream_of(stream), {copy});
+}
+
+// Queues a copy from the device to the device, which is counted, and does nothing while products do
+// nothing either: its time is the device's.
+static void queue_device_copy(void *stream, void *to, const void *from, size_t bytes) {
+    const auto copy = [=] {
+        ensure_memory((uint64_t)from, bytes, "the source of a copy");
+        ensure_memory((uint64_t)to, bytes, "the target of a copy");
+        copied += bytes;
+        if (!is_idle) memmove(to, from, bytes);
     };
     queue(stream_of(stream), {copy});
 }
@@ -76,6 +91,13 @@ static void queue_download(Lock &lock, void *stream, void *to, uint64_t from, si
 }  // namespace driver
 
 using namespace driver;
+
+// For tests.
+
+// The bytes of the copies from the device to the device that have run.
+API standin_copied(long *bytes) {
+    return call([&](Lock &) { *bytes = copied; });
+}
 
 API cuMemAlloc_v2(uint64_t *address, size_t bytes) {
     return call([&](Lock &) {
@@ -156,7 +178,7 @@ API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream)
     return call([&](Lock &) {
         ensure_memory(to, bytes, "the target of a copy");
         ensure_memory(from, bytes, "the source of a copy");
-        queue_copy(stream, (void *)to, (void *)from, bytes);
+        queue_device_copy(stream, (void *)to, (void *)from, bytes);
     });
 }
 
@@ -198,7 +220,7 @@ API cuMemcpy2DAsync_v2(const Copy2D *copy, void *stream) {
             } else if (copy->to.type == 1) {
                 queue_download(lock, stream, to, (uint64_t)from, copy->width);
             } else {
-                queue_copy(stream, to, from, copy->width);
+                queue_device_copy(stream, to, from, copy->width);
             }
         }
     });

@@ -129,11 +129,21 @@ impl StandIn {
         assert_eq!(set.expect("a function of the stand-in")(fault), 0);
     }
 
-    /// Lets products do nothing, or compute again.
+    /// Lets products and copies within the device do nothing, or do their work again.
     pub fn idle(&self, is_idle: bool) {
         // SAFETY: as above.
         let idle = unsafe { self.0.get::<extern "C" fn(c_int) -> c_int>(b"standin_idle") };
         assert_eq!(idle.expect("a function of the stand-in")(is_idle.into()), 0);
+    }
+
+    /// Returns the bytes of the copies from the device to the device that have run.
+    pub fn copied(&self) -> usize {
+        let mut bytes = 0;
+        // SAFETY: as above.
+        let copied =
+            unsafe { self.0.get::<extern "C" fn(*mut c_long) -> c_int>(b"standin_copied") };
+        assert_eq!(copied.expect("a function of the stand-in")(&mut bytes), 0);
+        bytes.try_into().expect("a count")
     }
 
     /// Returns the number of calls of the driver's functions whose names begin with a text.

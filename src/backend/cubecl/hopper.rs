@@ -18,7 +18,7 @@ use distmuon_kernels::operands::{Operand, Order};
 use super::Failure;
 use super::tensors::{tensor, unshared};
 use crate::backend::graphs;
-use crate::backend::program::{Buffers, Program, Side, Step};
+use crate::backend::program::{PreparedProgram, Side, Step};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -40,8 +40,28 @@ const MAX_BATCH: usize = 65_535;
 pub(in crate::backend) fn native_kernels(
     device: &CubeDevice,
     dtype: DType,
-    [k, m, n]: [usize; 3],
+    shape: [usize; 3],
 ) -> Result<String, String> {
+    let (native, order) = native_for(device, dtype, shape)?;
+    Ok(format!("{native}; they start {order}"))
+}
+
+/// Returns `true` if native kernels iterate such matrices.
+pub(in crate::backend) fn has_native_kernels(
+    device: &CubeDevice,
+    dtype: DType,
+    shape: [usize; 3],
+) -> bool {
+    native_for(device, dtype, shape).is_ok()
+}
+
+/// The native kernels for matrices `[k, m, n]` of a type, or the reason why there are none. Asked
+/// for every batch, since a device that fails has none any more.
+fn native_for(
+    device: &CubeDevice,
+    dtype: DType,
+    [k, m, n]: [usize; 3],
+) -> Result<(&'static Native, Order), String> {
     let (index, element) = index_and_element(device, dtype).map_err(str::to_owned)?;
     if m.min(n) < MIN_ROWS || !m.is_multiple_of(MULTIPLE) || !n.is_multiple_of(MULTIPLE) {
         return Err(format!(
@@ -51,8 +71,7 @@ pub(in crate::backend) fn native_kernels(
     if k > MAX_BATCH {
         return Err(format!("there are more than {MAX_BATCH} matrices: got {k}"));
     }
-    let (native, order) = native_in_order(index, element).map_err(|Refusal(reason)| reason)?;
-    Ok(format!("{native}; they start {order}"))
+    native_in_order(index, element).map_err(|Refusal(reason)| reason)
 }
 
 /// The native kernels of a device, and their order with CubeCL's work.
@@ -76,7 +95,7 @@ fn index_and_element(device: &CubeDevice, dtype: DType) -> Result<(usize, Elemen
 /// if a launch fails, since the launches before it may have overwritten the batch.
 pub(super) fn iterate(
     x: Float,
-    program: &Program,
+    program: &PreparedProgram,
     tuned: bool,
     others: &dyn Fn(Float) -> Float,
 ) -> Float {
@@ -101,10 +120,13 @@ pub(super) fn iterate(
 
 /// Returns `true` if native kernels iterate batches like `x` in less time than `others`: measured
 /// when such a batch is first met.
-fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> bool {
-    static MEASURED: LazyLock<Mutex<HashMap<String, bool>>> = LazyLock::new(Mutex::default);
+fn is_faster(x: &Float, program: &PreparedProgram, others: &dyn Fn(Float) -> Float) -> bool {
+    type Measured = HashMap<(usize, Element, Vec<u64>), bool>;
+    static MEASURED: LazyLock<Mutex<Measured>> = LazyLock::new(Mutex::default);
     let measured = || MEASURED.lock().expect("nothing panics while it holds the lock");
-    let key = key(x, program);
+    let Ok((index, element)) = index_and_element(&x.device, x.dtype) else { return false };
+    let shape = x.shape().dims();
+    let key = (index, element, key(shape, program));
     if let Some(is_faster) = measured().get(&key).copied() {
         return is_faster;
     }
@@ -124,7 +146,7 @@ fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> b
         Ok(())
     });
     let Ok(others) = others else { return false };
-    log::info!("iterations of {key}: native {native} s, others {others} s");
+    log::info!("iterations of {shape:?}: native {native} s, others {others} s");
     measured().insert(key, native < others);
     native < others
 }
@@ -166,21 +188,21 @@ fn seconds(client: &Client, run: &dyn Fn() -> Result<(), NotRun>) -> Result<f64,
     Ok(times.into_iter().fold(f64::INFINITY, f64::min))
 }
 
-/// A name for iterations that have all launches in common, except for addresses.
-fn key(x: &Float, program: &Program) -> String {
-    format!("{:?} {:?} {:?} by {program:?}", x.device, x.shape(), x.dtype)
+/// A key of iterations that have all launches on a device in common, except for addresses.
+fn key(shape: [usize; 3], program: &PreparedProgram) -> Vec<u64> {
+    shape.into_iter().map(|size| size as u64).chain(program.words().iter().copied()).collect()
 }
 
-fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
+fn try_iterate(x: &Float, program: &PreparedProgram) -> Result<Float, NotRun> {
     let (index, element) =
         index_and_element(&x.device, x.dtype).map_err(|reason| Refusal(reason.to_owned()))?;
     let (native, order) = native_in_order(index, element)?;
     let shape @ [k, m, n] = x.shape().dims();
-    let buffers = Buffers::of(program);
+    let buffers = program.buffers();
     let bytes: Vec<usize> =
         buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size()).collect();
     let launches = |addresses: &[u64]| {
-        let steps = buffers.steps(program).map(|(step, operands, result)| {
+        let steps = buffers.steps(program.program()).map(|(step, operands, result)| {
             let operands: Vec<u64> = operands.into_iter().map(|buffer| addresses[buffer]).collect();
             launch(step, Side::of([m, n]), shape, &operands, addresses[result])
         });
@@ -197,11 +219,11 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     if k * m * n <= graphs::MOST_ELEMENTS {
         let handle = x.client.empty(bytes[0]);
         let (from, to) = (pin(&x.handle)?, pin(&handle)?);
-        let (key, ready) = (key(x, program), order.ready(&x.client)?);
+        let ready = order.ready(&x.client)?;
         let addresses = [from.address(), to.address()];
         // SAFETY: both have the elements of the batch. The key has all that the launches depend on,
         // and they read and write the buffers that they are given.
-        match unsafe { native.replay(ready, &key, &work, addresses) }? {
+        match unsafe { native.replay(ready, &key(shape, program), &work, addresses) }? {
             Ok(()) => return Ok(tensor(x, handle, Shape::from(shape), x.dtype)),
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
@@ -286,6 +308,7 @@ mod tests {
     use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 
     use super::*;
+    use crate::backend::program::{Buffers, Program};
     use crate::backend::{ComputePath, KernelPolicy, Polynomial};
     use crate::skipped_tests::excused;
 
@@ -301,7 +324,8 @@ mod tests {
         let mut program = Program::default();
         let r = program.push(Step::Square { x: Program::INPUT });
         program.push(Step::ApplyAndAdd { z: r, x: Program::INPUT, a: 0.5 });
-        let iterate = |native| path.iterate(x.clone(), program.clone(), native).into_data();
+        let program = program.into();
+        let iterate = |native| path.iterate(x.clone(), &program, native).into_data();
         iterate(true).assert_eq(&iterate(false), true);
     }
 

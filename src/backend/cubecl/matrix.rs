@@ -17,7 +17,7 @@ use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unsha
 use super::tune;
 use crate::backend::ops::{MatrixOps, Products};
 use crate::backend::portable;
-use crate::backend::program::{Polynomial, Program};
+use crate::backend::program::{Polynomial, PreparedProgram};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -107,10 +107,10 @@ impl MatrixOps for CubeBackend {
         tensor(&r, q.handle, r.shape(), r.dtype)
     }
 
-    fn iterate(x: Float, program: Program, tuned: bool, _native: bool) -> Float {
+    fn iterate(x: Float, program: PreparedProgram, tuned: bool, _native: bool) -> Float {
         // Burn's products may leave gaps between rows, which every reader would copy away.
-        let others =
-            |x| into_contiguous(program.compute::<Self>(x, Products::Backend { tuned }, |x| x));
+        let products = Products::Backend { tuned };
+        let others = |x| into_contiguous(program.program().compute::<Self>(x, products, |x| x));
         #[cfg(feature = "cuda")]
         if _native {
             return hopper::iterate(x, &program, tuned, &others);

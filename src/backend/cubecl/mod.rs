@@ -15,7 +15,7 @@ mod tune;
 pub(crate) use failure::Failure;
 pub(crate) use failure::first_failure;
 #[cfg(feature = "cuda")]
-pub(super) use hopper::native_kernels;
+pub(super) use hopper::{has_native_kernels, native_kernels};
 pub(super) use matrix::{kernel, max_small_rows};
 #[cfg(feature = "cuda")]
 pub(crate) use primitives::{from_primitive, primitive};

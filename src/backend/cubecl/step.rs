@@ -7,7 +7,8 @@ use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{
-    self, Joined, MomentumBuffers, MomentumInput, ParameterUpdate, Published, RowNorms,
+    self, AcceptBuffers, Joined, MomentumBuffers, MomentumInput, ParameterUpdate, Published,
+    RowNorms, SkipBuffers,
 };
 
 use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unread, unshared};
@@ -36,6 +37,35 @@ impl StepOps for CubeBackend {
         let dtype = dtype_to_elem_type(dtype);
         fused::reject(&flags.client, &rows, &flags.handle, count, dtype, largest).expect(VALIDATED);
         flags
+    }
+
+    fn accept(
+        sums: Float,
+        absent: Float,
+        skipped: Float,
+        correction_1: Float,
+        correction_2: Float,
+        weights: [[f32; 2]; 2],
+        has_absent: bool,
+    ) -> (Float, Float, Float, Float, Float) {
+        let [sums, absent, skipped] = [sums, absent, skipped].map(|x| contiguous(x, DType::F32));
+        let [first, second] = [correction_1, correction_2].map(unread);
+        // The old counts stay: whoever reads them may do so later.
+        let [rejected, counted, zeros] =
+            [(); 3].map(|()| uninitialised(&skipped, skipped.shape(), DType::F32));
+        let parameters = skipped.shape().num_elements();
+        let buffers = AcceptBuffers {
+            sums: &sums.handle,
+            absent: has_absent.then_some(&absent.handle),
+            skipped: &skipped.handle,
+            corrections: [&first.handle, &second.handle],
+            rejected: &rejected.handle,
+            counted: &counted.handle,
+            zeros: &zeros.handle,
+        };
+        let diverged = sums.shape().num_elements() > parameters;
+        fused::accept(&sums.client, buffers, parameters, diverged, weights).expect(VALIDATED);
+        (rejected, counted, first, second, zeros)
     }
 
     fn update_momentum(
@@ -116,6 +146,32 @@ impl StepOps for CubeBackend {
         .expect(VALIDATED);
         TensorList(parameters)
     }
+
+    fn apply_and_count(
+        parameter: Float,
+        direction: Float,
+        flag: Float,
+        skipped: Float,
+        factors: [f64; 2],
+    ) -> (Float, Float, Float) {
+        let dtypes = [parameter.dtype, direction.dtype];
+        let direction = contiguous(direction, dtypes[1]);
+        let [flag, skipped] = [flag, skipped].map(|x| contiguous(x, DType::F32));
+        let parameter = unread(parameter);
+        // The old count stays: whoever reads it may do so later.
+        let [counted, zero] =
+            [(); 2].map(|()| uninitialised(&skipped, skipped.shape(), DType::F32));
+        let counts =
+            SkipBuffers { skipped: &skipped.handle, counted: &counted.handle, zero: &zero.handle };
+        let values = part(&parameter, 1, parameter.shape().num_elements());
+        let (client, dtypes) = (&parameter.client, dtypes.map(dtype_to_elem_type));
+        let factors = factors.map(|factor| factor as f32);
+        let (direction, flag) = (&direction.handle, &flag.handle);
+        fused::apply_and_count(client, &values, direction, flag, counts, factors, dtypes)
+            .expect(VALIDATED);
+        (parameter, counted, zero)
+    }
+
     fn restore(masters: Float, parameters: TensorList<Self>, firsts: Vec<usize>) -> Float {
         let masters = unread(masters);
         let dtype = parameters.0[0].dtype;

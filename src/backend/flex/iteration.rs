@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::products::{Factors, PIECE, THREADS_FROM, product, symmetric_product};
 use crate::backend::portable;
-use crate::backend::program::{Buffers, Program, Rescaling, Side, Step};
+use crate::backend::program::{PreparedProgram, Program, Rescaling, Side, Step};
 
 /// Memory of the matrices that are iterated side by side, in bytes: what stays in the cache of a
 /// processor between the products.
@@ -24,7 +24,7 @@ const PARTS_PER_THREAD: usize = 4;
 
 /// Runs a program on every matrix of a batch, `shape` each, in place. Results of steps are rounded
 /// to `dtype`.
-pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: DType) {
+pub fn iterate(batch: &mut [f32], program: &PreparedProgram, shape: [usize; 2], dtype: DType) {
     let elements = shape[0] * shape[1];
     let count = batch.len().checked_div(elements).unwrap_or(0);
     if count == 0 {
@@ -34,7 +34,8 @@ pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: D
     // Small matrices are taken together, so that a part is worth a thread.
     let least = PIECE.div_ceil(elements * shape[0].min(shape[1]));
     let of_part = count.div_ceil(parts).max(least);
-    let iteration = Iteration { program, shape, dtype, side_by_side: count.div_ceil(of_part) };
+    let side_by_side = count.div_ceil(of_part);
+    let iteration = Iteration { program: program.program(), shape, dtype, side_by_side };
     let run = |part: &mut [f32]| {
         let mut spare = Spare::default();
         part.chunks_exact_mut(elements).for_each(|x| iteration.run(x, &mut spare));
@@ -48,8 +49,8 @@ pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: D
 }
 
 /// The number of parts into which a batch of matrices may be cut.
-fn most_parts(program: &Program, shape: [usize; 2]) -> usize {
-    let bytes = size_of::<f32>() * Buffers::of(program).elements(shape).sum::<usize>();
+fn most_parts(program: &PreparedProgram, shape: [usize; 2]) -> usize {
+    let bytes = size_of::<f32>() * program.buffers().elements(shape).sum::<usize>();
     (CACHED / bytes).clamp(1, PARTS_PER_THREAD * rayon::current_num_threads())
 }
 

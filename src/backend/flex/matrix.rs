@@ -10,7 +10,7 @@ use super::products::mirror;
 use super::tensors::{contiguous, rounded, scaled_squares, single};
 use crate::backend::ops::MatrixOps;
 use crate::backend::portable;
-use crate::backend::program::{Polynomial, Program};
+use crate::backend::program::{Polynomial, PreparedProgram};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<Flex>;
@@ -19,7 +19,7 @@ type Float = FloatTensor<Flex>;
 impl MatrixOps for Flex {
     /// Matrices in half precision are multiplied and added in float32, and every result is rounded
     /// once.
-    fn iterate(x: Float, program: Program, _tuned: bool, _native: bool) -> Float {
+    fn iterate(x: Float, program: PreparedProgram, _tuned: bool, _native: bool) -> Float {
         let (dtype, [_, m, n]) = (x.dtype(), x.shape().dims());
         let mut x = contiguous(single(x));
         iterate(x.storage_mut(), &program, [m, n], dtype);

@@ -36,6 +36,38 @@ impl StepOps for Flex {
         flags
     }
 
+    fn accept(
+        sums: Float,
+        absent: Float,
+        skipped: Float,
+        correction_1: Float,
+        correction_2: Float,
+        weights: [[f32; 2]; 2],
+        has_absent: bool,
+    ) -> (Float, Float, Float, Float, Float) {
+        let (sums, absent) = (values(sums), values(absent));
+        let [mut counted, mut first, mut second] =
+            [skipped, correction_1, correction_2].map(contiguous);
+        let parameters = counted.shape().num_elements();
+        let zeros = || Float::filled_typed([parameters].into(), DType::F32, 0f32);
+        let (mut rejected, zeros) = (zeros(), zeros());
+        for at in 0..parameters {
+            let is_rejected = sums[at] > 0.0;
+            let has_diverged = sums.get(parameters + at).is_some_and(|sum| *sum > 0.0);
+            let skips = f32::from(u8::from(is_rejected) + u8::from(has_diverged));
+            counted.storage_mut::<f32>()[at] += skips;
+            if is_rejected || has_absent && absent[at] > 0.0 {
+                rejected.storage_mut::<f32>()[at] = 1.0;
+                continue;
+            }
+            for (correction, [keep, fresh]) in [&mut first, &mut second].into_iter().zip(weights) {
+                let value = &mut correction.storage_mut::<f32>()[at];
+                *value = *value * keep + fresh;
+            }
+        }
+        (rejected, counted, first, second, zeros)
+    }
+
     fn update_momentum(
         grads: TensorList<Self>,
         momentum: Float,

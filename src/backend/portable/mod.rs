@@ -11,4 +11,5 @@ pub(super) use matrix::{
     SIZE_OF_SUM, divisors, least_gram_norm, least_row_sum, normalize, over, plus_identity,
     product_add, scaled, symmetric_product, symmetric_share, syrk,
 };
-pub(super) use step::{apply, reject, restore, update_momentum};
+pub(crate) use step::corrected;
+pub(super) use step::{accept, apply, reject, restore, update_momentum};

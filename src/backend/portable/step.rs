@@ -2,7 +2,9 @@
 
 use burn::tensor::{DType, Tensor, s};
 
-use crate::backend::ops::{FlaggedRows, MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep};
+use crate::backend::ops::{
+    Acceptance, FlaggedRows, MatrixFlags, MomentumStep, MomentumUpdate, ParameterStep, StepCounts,
+};
 use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
 use crate::flat;
@@ -22,6 +24,46 @@ pub fn reject<const D: usize>(
     // The larger of both: a flag that is set stays set.
     let new = ones_where(rejected).reshape([rows]).max_pair(flags.clone().slice([range.clone()]));
     flags.slice_assign([range], new)
+}
+
+/// [`accept`](crate::backend::accept), by Burn's operations.
+pub fn accept(
+    sums: Tensor<1>,
+    absent: Option<&Tensor<1>>,
+    StepCounts { skipped, corrections }: StepCounts,
+    betas: Option<[f64; 2]>,
+) -> Acceptance {
+    let ([parameters], [all]) = (skipped.dims(), sums.dims());
+    // A sum of flags over ranks counts; a flag says whether.
+    let any = |range| ones_where(flat::slice(&sums, range).greater_elem(0.0));
+    let rejected = any(0..parameters);
+    let skips = match all > parameters {
+        true => rejected.clone() + any(parameters..2 * parameters),
+        false => rejected.clone(),
+    };
+    let rejected = match absent {
+        Some(absent) => rejected.max_pair(absent.clone()),
+        None => rejected,
+    };
+    let corrections = match betas {
+        Some(betas) => corrected(corrections, betas, &FiniteMask::from_rows(rejected.clone())),
+        None => corrections,
+    };
+    let counts = StepCounts { skipped: skipped + skips, corrections };
+    Acceptance { rejected, counts, zeros: None }
+}
+
+/// AdamW's bias corrections after a step, for the rows of a mask.
+pub fn corrected(
+    corrections: [Tensor<1>; 2],
+    [beta_1, beta_2]: [f64; 2],
+    mask: &FiniteMask,
+) -> [Tensor<1>; 2] {
+    let [first, second] = corrections;
+    [(first, beta_1), (second, beta_2)].map(|(old, beta)| {
+        // The same average as a moment, of ones: `1 - beta^t` for the steps that were taken.
+        mask.select(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
+    })
 }
 
 /// [`StepOps::update_momentum`](crate::backend::ops::StepOps::update_momentum), for a whole batch.

@@ -663,6 +663,8 @@ impl Batch {
             by_matrix: &|flags| flags.clone().select(0, indices.clone()),
             first: rows.first,
             iterations: Cell::default(),
+            // All parameters are counted together.
+            skips: Cell::default(),
         };
         let flags = flat::take(diverged);
         let (tensors, flags) = update(&batch, &mut self.state, &mut self.clocks, flags);

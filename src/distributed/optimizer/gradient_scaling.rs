@@ -44,10 +44,11 @@ impl GradientScaling {
     }
 
     /// Returns `true` if a gradient overflowed under loss scaling, given the number of ranks that
-    /// reject the gradient of every parameter. The host reads it, which has to know the scale of
-    /// the next loss.
-    pub fn overflows(&self, rejected: &Tensor<1>) -> bool {
-        self.loss_scale.is_some() && rejected.clone().max().into_scalar::<f32>() > 0.0
+    /// reject the gradient of each parameter, which other values may follow. The host reads it,
+    /// which has to know the scale of the next loss.
+    pub fn overflows(&self, rejected: &Tensor<1>, parameters: usize) -> bool {
+        let largest = || flat::slice(rejected, 0..parameters).max().into_scalar::<f32>();
+        self.loss_scale.is_some() && largest() > 0.0
     }
 
     /// Adapts the scale of the loss after a step.

@@ -3,7 +3,6 @@
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use crate::backend::ones_where;
 use crate::flat;
 
 /// The values that one sum adds up: enough to keep a device busy, few enough for a short row.
@@ -107,27 +106,6 @@ impl Flags {
     /// The decision of a rank that asks no other: 1 for parameters that stay as they are.
     pub fn decided_alone(&self) -> Tensor<1> {
         self.rejected.clone().max_pair(self.absent.clone())
-    }
-}
-
-/// The device's decisions about every parameter in a step.
-pub struct Acceptance {
-    /// 1 where a parameter stays as it is, else 0.
-    pub rejected: Tensor<1>,
-    /// The number of times that a parameter was skipped since the last step: because of its
-    /// gradient, and because the iteration diverged in the last step.
-    pub skipped: Tensor<1>,
-}
-
-impl Acceptance {
-    /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices
-    /// that diverged since the last decision, and 1 for parameters without a gradient on any rank.
-    pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, absent: Tensor<1>) -> Self {
-        // A sum of flags over ranks counts; a flag says whether.
-        let any = |sums: Tensor<1>| ones_where(sums.greater_elem(0.0));
-        let rejected = any(rejected);
-        let skipped = rejected.clone() + any(diverged);
-        Self { rejected: rejected.max_pair(absent), skipped }
     }
 }
 

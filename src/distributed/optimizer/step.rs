@@ -34,16 +34,14 @@ use super::detached_parameters::{DetachedParameters, Expected, Parts};
 use super::divided_model::DividedModel;
 use super::drift::{ensure_same, held_in_common};
 use super::gradient_scaling::GradientScaling;
-use super::rejected_gradients::Acceptance;
 use super::stages::Stage;
-use super::step_counts::{Accounts, Counters};
+use super::step_counts::Accounts;
 use super::traffic::Traffic;
-use crate::backend::FiniteMask;
+use crate::backend::{Acceptance, FiniteMask, accept};
 use crate::comm::ReduceOp;
 use crate::distributed::config::Publish;
 use crate::distributed::layout::Publishing;
 use crate::error::Result;
-use crate::flat;
 use crate::update::Observations;
 
 impl DistModuleOptimizer {
@@ -236,41 +234,30 @@ fn agree_on_rejected(
     // They are in the sums now, and must not be counted by the next step again.
     accounts.forget_diverged();
     let parameters = step.divided.trainable.len();
-    let rejected = flat::slice(&sums, 0..parameters);
-    let diverged = flat::slice(&sums, parameters..2 * parameters);
     // Read by the host, and only with loss scaling: everything else is decided on the device.
-    let overflowed = scaling.overflows(&rejected);
-    let acceptance = Acceptance::new(rejected, diverged, step.flags.absent.clone());
-    let Counters { skipped, corrections } = &mut accounts.counters;
+    let overflowed = scaling.overflows(&sums, parameters);
+    let rest = &step.divided.routing.updates().rest;
+    // Not in a skipped step: AdamW's moments stay as they are, and so do their corrections. With
+    // several updates, each has decays of its own.
+    let has_one = accounts.others.is_empty();
+    let betas = rest[0].rule.correction_betas().filter(|_| has_one && !overflowed);
     // Also for a step that is skipped as a whole: the parameters whose gradients overflowed are
     // named by their counts.
-    *skipped = skipped.clone() + acceptance.skipped;
+    let counts = accounts.counters.take(&sums);
+    let Acceptance { rejected, counts, .. } =
+        accept(rest[0].policy, sums, Some(&step.flags.absent), counts, betas);
+    accounts.counters = counts.into();
     if overflowed {
         return Ok(None);
     }
-    // Not in a skipped step: AdamW's moments stay as they are, and so do their corrections.
-    let rejected = acceptance.rejected;
-    *corrections = correct(step.divided, corrections.clone(), &rejected, &accounts.others);
-    Ok(Some(rejected))
-}
-
-/// The bias corrections after a step in which the `rejected` parameters stay as they are. Each
-/// update element by element corrects its own parameters, and leaves the `others` as they are.
-fn correct(
-    divided: &DividedModel,
-    corrections: [Tensor<1>; 2],
-    rejected: &Tensor<1>,
-    others: &[Tensor<1>],
-) -> [Tensor<1>; 2] {
-    let rest = &divided.routing.updates().rest;
-    match others {
-        // All parameters have one update.
-        [] => rest[0].correct(corrections, &FiniteMask::from_rows(rejected.clone())),
-        others => rest.iter().zip(others).fold(corrections, |corrections, (rest, others)| {
-            let unchanged = rejected.clone().max_pair(others.clone());
-            rest.correct(corrections, &FiniteMask::from_rows(unchanged))
-        }),
+    // Each update element by element corrects its own parameters, and leaves the others as they
+    // are.
+    let corrections = &mut accounts.counters.corrections;
+    for (rest, others) in rest.iter().zip(&accounts.others) {
+        let unchanged = FiniteMask::from_rows(rejected.clone().max_pair(others.clone()));
+        *corrections = rest.correct(corrections.clone(), &unchanged);
     }
+    Ok(Some(rejected))
 }
 
 /// Gathers this rank's parts of the owned parameters that the step has changed, from the shards

@@ -4,6 +4,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::divided_model::DividedModel;
 use super::rejected_gradients::RowSums;
+use crate::backend::StepCounts;
 use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::error::Result;
 use crate::flat;
@@ -107,6 +108,12 @@ pub struct Counters {
     pub corrections: [Tensor<1>; 2],
 }
 
+impl From<StepCounts> for Counters {
+    fn from(StepCounts { skipped, corrections }: StepCounts) -> Self {
+        Self { skipped, corrections }
+    }
+}
+
 /// The slots of all counters.
 pub const COUNTERS: [Slot; 3] = [SKIPPED, CORRECTIONS[0], CORRECTIONS[1]];
 
@@ -115,6 +122,14 @@ impl Counters {
     pub fn new(parameters: usize, device: &Device) -> Self {
         let zeros = || Tensor::zeros([parameters], (device, DType::F32));
         Self { skipped: zeros(), corrections: [zeros(), zeros()] }
+    }
+
+    /// Moves the counters out, so that a step updates them in place. Any tensor takes their places,
+    /// until the step puts new ones there.
+    pub fn take(&mut self, any: &Tensor<1>) -> StepCounts {
+        let Self { skipped, corrections } = self;
+        let take = |counter: &mut Tensor<1>| std::mem::replace(counter, any.clone());
+        StepCounts { skipped: take(skipped), corrections: corrections.each_mut().map(take) }
     }
 
     /// The counters in the order of [`COUNTERS`].
