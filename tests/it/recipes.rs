@@ -407,6 +407,18 @@ fn constants_are_those_of_a_file_and_a_date() {
 }
 
 #[test]
+fn the_guide_has_the_source_version_and_date_of_every_recipe() {
+    let page = include_str!("../../docs/guide/recipes.md");
+    for recipe in Recipe::ALL {
+        let (name, version, date) = (recipe.name(), recipe.version(), recipe.date());
+        let source = format!("| `{name}` | [{version}]({})", recipe.source());
+        let row = page.lines().find(|line| line.starts_with(&source));
+        let row = row.unwrap_or_else(|| panic!("no row begins with {source}"));
+        assert!(row.contains(&format!(", {date} |")), "{row}");
+    }
+}
+
+#[test]
 fn rules_of_recipes_split_projections_by_heads() {
     let model = LinearConfig::new(16, 24).init(&Device::default().autodiff());
     let blocks = |recipe: Recipe, heads: usize| {
