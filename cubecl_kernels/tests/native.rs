@@ -24,8 +24,17 @@ const LAYOUTS: [&str; 3] = ["kk", "km", "mm"];
 /// columns of their tiles: the 9 warps of a block share four partitions of 16,384 registers.
 const MAX_REGISTERS: [(&str, usize); 2] = [("128", 96), ("256", 168)];
 
+/// The files with PTX, the definitions that each is compiled with, the beginning of its products'
+/// names, and the columns of their tiles.
+const FILES: [(&str, &[&str], &str, &[&str]); 4] = [
+    ("hopper_bf16", &[], "product", &["128", "256"]),
+    ("hopper_f16", &["-DTYPE_F16"], "product", &["128", "256"]),
+    ("hopper2_bf16", &["-DSECOND_GENERATION"], "product2", &["256"]),
+    ("hopper2_f16", &["-DSECOND_GENERATION", "-DTYPE_F16"], "product2", &["256"]),
+];
+
 /// Mistakes in `product.cu`: their descriptions, the text that each replaces, and its replacement.
-const MUTANTS: [(&str, &str, &str); 73] = [
+const MUTANTS: [(&str, &str, &str); 85] = [
     (
         "a stage is overwritten before it has been multiplied",
         "return use(entry) == 0 || wait",
@@ -37,7 +46,11 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "        char *a",
     ),
     ("a stage is released while it is in use", "multiply_wait<1>(sums);", ""),
-    ("sums are used before they are complete", "multiply_wait<0>(sums);", ""),
+    (
+        "sums are used before they are complete",
+        "    multiply_wait<0>(sums);\n    block.release(entry - 1);\n}",
+        "    block.release(entry - 1);\n}",
+    ),
     ("matrix instructions have no fence", "multiply_fence(sums);", ""),
     ("matrix instructions are not committed", "multiply_commit();", ""),
     (
@@ -184,7 +197,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "i < sizes.tasks; i += sizes.clusters) {\n            float sums",
         "i < sizes.clusters; i += sizes.clusters) {\n            float sums",
     ),
-    ("the stages of a second tile begin anew", "int slices, u32 &entry", "int slices, u32 entry"),
+    ("the stages of a second tile begin anew", "int task, u32 &entry", "int task, u32 entry"),
     (
         "D takes no stage of the consumers",
         "bool has_addend, u32 &entry",
@@ -288,6 +301,47 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "if (!block.wait_until_empty(entry)) return;\n        Barrier *full",
         "block.wait_until_empty(entry);\n        Barrier *full",
     ),
+    ("a warpgroup does not wait for its turn", "            take_turn<TO_SECOND>();\n", ""),
+    (
+        "a warpgroup leaves more slices than there are stages",
+        "STAGES - (sizes.addend",
+        "STAGES + 1 - (sizes.addend",
+    ),
+    (
+        "a warpgroup does not leave its last slices",
+        "max(slices - slices_left<WIDTH>(sizes), 0)",
+        "max(slices - slices_left<WIDTH>(sizes) + 1, 0)",
+    ),
+    (
+        "a warpgroup with few slices takes no turn",
+        "max(slices - slices_left<WIDTH>(sizes), 0)",
+        "slices - slices_left<WIDTH>(sizes)",
+    ),
+    ("both warpgroups wait for a turn", "half == 1 ? max", "half >= 0 ? max"),
+    (
+        "a warpgroup that waits for its turn keeps a stage",
+        "            if (slice > 0) block.release(entry - 1);\n            take",
+        "            take",
+    ),
+    (
+        "a stage is released in use before a turn",
+        "            multiply_wait<0>(sums);\n            if (slice > 0)",
+        "            if (slice > 0)",
+    ),
+    ("a stage is released twice", "if (slice > 0 && !is_turn)", "if (slice > 0)"),
+    (
+        "a turn is given before the one before it is taken",
+        "if (!is_first_task) take_turn<TO_FIRST>();",
+        "",
+    ),
+    (
+        "turns are given without an answer",
+        "if (!is_first_task) take_turn<TO_FIRST>();\n        give_turn<TO_SECOND>();\n    } \
+         else if (!is_last_task) {\n        give_turn<TO_FIRST>();\n    }",
+        "give_turn<TO_SECOND>();\n    }",
+    ),
+    ("an answer comes after the last task", "else if (!is_last_task) {", "else {"),
+    ("the first task waits for an answer", "if (!is_first_task) take_turn", "take_turn"),
     ("the identity has two ones in a row", "one == 2 * p + 1", "one == 2 * p"),
 ];
 
@@ -429,13 +483,11 @@ fn ptx_is_up_to_date() {
     }
     let device = read(&kernels().join("device.cuh"));
     let source = read(&kernels().join("product.cu")).replace("#include \"device.cuh\"", &device);
-    for dtype in DTYPES {
-        let mut options = vec!["--gpu-architecture=compute_90a", "--std=c++17"];
-        if dtype == "f16" {
-            options.push("-DTYPE_F16");
-        }
+    for (name, definitions, ..) in FILES {
+        let options = ["--gpu-architecture=compute_90a", "--std=c++17"];
+        let options = options.iter().chain(definitions).copied();
         let options = cudarc::nvrtc::CompileOptions {
-            options: options.into_iter().map(String::from).collect(),
+            options: options.map(String::from).collect(),
             ..Default::default()
         };
         let ptx = cudarc::nvrtc::compile_ptx_with_opts(&source, options);
@@ -447,8 +499,8 @@ fn ptx_is_up_to_date() {
             excused(format!("NVRTC 13.0, which writes the committed PTX; found `{release}`"));
             return;
         }
-        let committed = read(&kernels().join(format!("hopper_{dtype}.ptx")));
-        assert!(code(&ptx) == code(&committed), "hopper_{dtype}.ptx is old; run compile.py");
+        let committed = read(&kernels().join(format!("{name}.ptx")));
+        assert!(code(&ptx) == code(&committed), "{name}.ptx is old; run compile.py");
     }
 }
 
@@ -456,23 +508,25 @@ fn ptx_is_up_to_date() {
 fn machine_code_is_as_planned() {
     let Some(tools) = tools() else { return };
     let disassembler = tools.join("bin/nvdisasm");
-    for dtype in DTYPES {
+    for (file, _, product, widths) in FILES {
         let folder = temporary_folder();
         let cubin = folder.path().join("hopper.cubin");
         let mut assembler = Command::new(tools.join("bin/ptxas"));
         assembler.args(["-v", "-arch=sm_90a", "-o"]).arg(&cubin);
-        let (succeeds, report) = run(assembler.arg(kernels().join(format!("hopper_{dtype}.ptx"))));
-        println!("{dtype}\n{report}");
+        let (succeeds, report) = run(assembler.arg(kernels().join(format!("{file}.ptx"))));
+        println!("{file}\n{report}");
         assert!(succeeds, "{report}");
         // ptxas reports serialized matrix instructions as a loss of performance.
         for words in ["warning", "Performance Loss", "serialized"] {
             assert!(!report.contains(words), "{report}");
         }
-        let products = MAX_REGISTERS
-            .map(|(width, most)| LAYOUTS.map(|layout| (format!("product_{width}_{layout}"), most)));
-        let most_of_sum = MAX_REGISTERS[0].1;
-        let sum = ("plus_identity".to_owned(), most_of_sum);
-        for (name, most) in products.into_iter().flatten().chain([sum]) {
+        let of_file = MAX_REGISTERS.iter().filter(|(width, _)| widths.contains(width));
+        let products = of_file.clone().flat_map(|(width, most)| {
+            LAYOUTS.map(|layout| (format!("{product}_{width}_{layout}"), *most))
+        });
+        let sum = ("plus_identity".to_owned(), MAX_REGISTERS[0].1);
+        let sum = (product == "product").then_some(sum);
+        for (name, most) in products.chain(sum) {
             let start = format!("Compiling entry function '{name}'");
             let (_, entry) = report.split_once(&start).unwrap_or_else(|| panic!("{name}"));
             let entry = entry.split("Compiling entry function").next().unwrap_or_default();
@@ -489,7 +543,7 @@ fn machine_code_is_as_planned() {
         assert!(succeeds, "{code}");
         let count = |instruction: &str| code.matches(instruction).count();
         // Four matrix instructions for each slice, in every layout.
-        for (width, _) in MAX_REGISTERS {
+        for (width, _) in of_file {
             let instructions = count(&format!(" HGMMA.64x{width}x16.F32"));
             assert!(instructions >= 4 * LAYOUTS.len(), "{width}: {instructions}");
         }

@@ -293,7 +293,9 @@ bool run_native(const Launch &launch) {
             multiply<128>(launch, a_mn, b_mn);
             return true;
         }
-        if (name == std::string("product_256_") + layout) {
+        // The generations have the same tasks.
+        if (name == std::string("product_256_") + layout ||
+            name == std::string("product2_256_") + layout) {
             multiply<256>(launch, a_mn, b_mn);
             return true;
         }

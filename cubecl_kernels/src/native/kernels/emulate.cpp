@@ -82,11 +82,12 @@ struct Scale {
 // Several times as long as any wait.
 constexpr u32 PATIENCE = 2 * emulator::WHILE;
 
-// The columns of a tile, and the blocks of a cluster.
+// The columns of a tile, the blocks of a cluster, and the generation of the kernels.
 struct Shape {
-    int width, cluster;
+    int width, cluster, generation;
 };
-static const Shape SHAPES[] = {{128, 2}, {256, 2}, {128, 1}, {256, 1}};
+static const Shape SHAPES[] = {{128, 2, 1}, {256, 2, 2}, {256, 2, 1},
+                               {128, 1, 1}, {256, 1, 2}, {256, 1, 1}};
 
 // The first tiles of a batch, each of which is computed in parts.
 struct Cut {
@@ -104,6 +105,13 @@ static int tiles_of(Shape shape, const Sizes &sizes) {
         tiles += sizes.lower ? min(columns, reached) : columns;
     }
     return tiles;
+}
+
+// The least number of slices of all tasks that a warpgroup leaves for its turn.
+static int least_left(const Sizes &sizes) {
+    int least = slices_left<256>(sizes);
+    for (int task = 0; task < sizes.tasks; ++task) least = min(least, slices_of(task, sizes));
+    return least;
 }
 
 // Launches a product, with cut tiles twice, with the same counters and the same result. There are
@@ -124,8 +132,10 @@ static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const Tenso
     u32 *arrived = emulator::global.data() + sums;
     const decltype(&product_128_kk) kernels[][3] = {
         {product_128_kk, product_128_km, product_128_mm},
-        {product_256_kk, product_256_km, product_256_mm}};
-    const auto kernel = kernels[shape.width == 256][layout];
+        {product_256_kk, product_256_km, product_256_mm},
+        {product2_256_kk, product2_256_km, product2_256_mm}};
+    const int second = shape.generation - 1;
+    const auto kernel = kernels[(shape.width == 256) + second][layout];
     const u32 shared = shape.width == 256 ? Tile<256>::SHARED_BYTES : Tile<128>::SHARED_BYTES;
     std::vector<u16> previous;
     for (int i = 0; i < (cut.tiles ? 2 : 1); ++i) {
@@ -135,6 +145,10 @@ static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const Tenso
         emulator::run_launch(sizes.clusters, shape.cluster, THREADS, shared, [=] {
             kernel(maps[0], maps[1], maps[2], maps[3], sizes, partials, arrived);
         });
+        // The second warpgroup has slices to multiply while the first one stores.
+        if (second && emulator::least_lead < least_left(sizes)) {
+            emulator::fail("a warpgroup that does not leave its last slices");
+        }
         if (i > 0 && c.data != previous) emulator::fail("a result that two launches differ in");
         previous = c.data;
     }
@@ -181,7 +195,7 @@ static void check_product(Shape shape, Layout layout, Triangle triangle, int bat
            lower ? "lower" : "full", addend ? ", D" : "", cut.tiles, cut.parts);
 }
 
-// A result is the same to the last bit in any order of blocks. The first two of three parts
+// A result is the same to the last bit in any order of blocks, and of all generations. The first two of three parts
 // cancel, so that another order of the sums shows.
 static void check_order(Shape shape) {
     const int n = 136, third = 2 * DEPTH, k = 3 * third;
@@ -202,7 +216,8 @@ static void check_order(Shape shape) {
                               c.map(PANEL)};
     const Sizes sizes = {n, n, k, 1};
     std::vector<u16> expected;
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 4; ++i) {
+        if (shape.generation > 1) shape.generation = 1 + i % 2;
         launch(KK, shape, sizes, {2, 3}, maps, c);
         if (expected.empty()) expected = c.data;
         if (c.data != expected) emulator::fail("a result that depends on the order of blocks");
@@ -240,7 +255,7 @@ static void check_tiles(int cluster, Triangle triangle) {
         const int height = cluster * HEIGHT;
         const int panels = (sizes.n + PANEL - 1) / PANEL;
         std::vector<int> seen((rows * 2 + 4) * (panels + 4));
-        for (int tile = 0; tile < tiles_of({WIDTH, cluster}, sizes); ++tile) {
+        for (int tile = 0; tile < tiles_of({WIDTH, cluster, 1}, sizes); ++tile) {
             int row, column;
             tile_of<WIDTH>(tile, sizes, row, column);
             if (row < 0 || row * height >= sizes.m || column < 0 || column * WIDTH >= sizes.n) {
@@ -311,7 +326,8 @@ int main(int count, char **arguments) {
         check_tiles<256>(2, triangle);
     }
     for (Shape shape : SHAPES) {
-        printf("tiles of %d columns, clusters of %d\n", shape.width, shape.cluster);
+        printf("tiles of %d columns, clusters of %d, generation %d\n", shape.width, shape.cluster,
+               shape.generation);
         check_product(shape, KK, LOWER, 1, 128, 128, 64, {1, 0});
         check_product(shape, KK, LOWER, 1, 256, 256, 192, {2, -1});
         check_product(shape, KK, LOWER, 2, 200, 200, 72, {1, 3});

@@ -17,8 +17,10 @@
 //   a thread has executed `wait_for_launch_before`.
 //
 // If no thread can run and nothing is in flight, time passes for the threads that try a barrier. If
-// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the hardware decodes descriptors and tensor maps, and speed.
+// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the hardware
+// decodes descriptors and tensor maps, and speed.
 #pragma once
+#include <limits.h>
 #include <stdint.h>
 #include <ucontext.h>
 
@@ -32,6 +34,7 @@
 #include <utility>
 #include <vector>
 
+using std::max;
 using std::min;
 typedef uint16_t u16;
 typedef uint32_t u32;
@@ -144,6 +147,13 @@ struct BarrierState {
     unsigned phase = 0;
 };
 
+// A turn that a warpgroup gives, for which the other one waits.
+struct Turn {
+    std::unordered_set<int> came;  // threads of both
+    unsigned round = 0;
+};
+constexpr int TURNS = 2;
+
 // A block of the cluster that runs. Threads see shared memory as `memory`, and the copy engine and
 // matrix instructions (the async proxy) as `async_memory`. Writes are numbered; of two writes to an
 // element, the later one is seen.
@@ -152,12 +162,16 @@ struct Block {
     u64 written[MEMORY_BYTES / 2];  // the last write to an element of `async_memory`
     std::unordered_map<u32, BarrierState> barriers;  // by address
     Meeting consumers, groups[2];
+    Turn turns[TURNS];
+    int commits[2];    // of matrix instructions, by each warpgroup
     bool gathered;     // in a meeting of the consumers
     bool has_counted;  // it executed `atomic_add`
     int running;       // threads
 };
 inline Block cluster_blocks[MAX_BLOCKS];
 inline u64 writes = 0;
+// The least number of commits by which a warpgroup that gives the first turn is ahead, in a launch.
+inline int least_lead;
 
 inline Block &block() { return cluster_blocks[rank()]; }
 
@@ -204,6 +218,7 @@ struct Coroutine {
     std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
     bool acquired;    // it executed `thread_fence` since the last `atomic_add` of its block
     bool is_ordered;  // it executed `wait_for_launch_before`
+    bool gave;        // a turn, and has taken none since then
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
 inline Coroutine &current() { return coroutines[thread]; }
@@ -287,6 +302,20 @@ void together(Meeting &meeting, int size, const char *instruction, Work work) {
         wake(&meeting);
     } else {
         for (unsigned round = meeting.round; meeting.round == round;) wait_for(&meeting);
+    }
+}
+
+// Lets a thread come to a turn, which is over once all threads of both warpgroups have.
+inline void come(Turn &turn, bool waits) {
+    pause();
+    if (!turn.came.insert(thread).second) fail("a turn that is given or taken twice");
+    if (turn.came.size() == 256) {
+        turn.came.clear();
+        ++turn.round;
+        whiles = 0;
+        wake(&turn);
+    } else if (waits) {
+        for (unsigned round = turn.round; turn.round == round;) wait_for(&turn);
     }
 }
 
@@ -473,6 +502,8 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         memset(block.async_memory, 0xff, end);
         block.barriers.clear();
         block.consumers = block.groups[0] = block.groups[1] = Meeting();
+        for (Turn &turn : block.turns) turn = Turn();
+        block.commits[0] = block.commits[1] = 0;
         block.gathered = block.has_counted = false;
         block.running = threads;
     }
@@ -489,7 +520,7 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         c.done = false;
         c.unpublished.clear();
         c.unfenced.clear();
-        c.acquired = c.is_ordered = false;
+        c.acquired = c.is_ordered = c.gave = false;
         getcontext(&c.context);
         c.context.uc_stack.ss_sp = c.stack.data();
         c.context.uc_stack.ss_size = STACK_BYTES;
@@ -528,6 +559,11 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         }
     }
     for (int t = 0; t < blocks * threads; ++t) publish(coroutines[t].unfenced, true);
+    for (int r = 0; r < blocks; ++r) {
+        for (const Turn &turn : cluster_blocks[r].turns) {
+            if (!turn.came.empty()) fail("a turn that is not taken");
+        }
+    }
     if (!transfers.empty()) fail("a block ends before its copies");
     for (const Warpgroup &group : groups) {
         if (!group.issued.empty() || !group.committed.empty()) {
@@ -546,6 +582,7 @@ void run_launch(int clusters, int size, int block_threads, u32 shared_bytes, con
     }
     stored_by.assign(global.size(), 0);
     stored.clear();
+    least_lead = INT_MAX;
     for (int x : order) run_cluster(x, size, block_threads, shared_bytes, body);
     publish(delayed, false);
 }
@@ -597,6 +634,23 @@ DEVICE bool sync_consumers_or(bool own) {
         block.gathered = false;
     });
     return results[emulator::rank()];
+}
+
+template <int TURN>
+DEVICE void give_turn() {
+    emulator::Block &block = emulator::block();
+    const int ahead = block.commits[0] - block.commits[1];
+    if (TURN == 0) emulator::least_lead = min(emulator::least_lead, ahead);
+    // The other warpgroup may not have taken the turn before, to which this one would then belong.
+    if (emulator::current().gave) emulator::fail("a turn before the other one is taken");
+    emulator::current().gave = true;
+    emulator::come(block.turns[TURN], false);
+}
+
+template <int TURN>
+DEVICE void take_turn() {
+    emulator::current().gave = false;
+    emulator::come(emulator::block().turns[TURN], true);
 }
 
 DEVICE void wait_for_launch_before() {
@@ -782,6 +836,7 @@ DEVICE void multiply(float (&sums)[COUNT], Descriptor a, Descriptor b) {
 
 DEVICE void multiply_commit() {
     with_group("wgmma.commit_group", [](auto &group) {
+        ++emulator::block().commits[THREAD / 128];
         group.committed.push_back(group.issued);
         group.issued.clear();
         if (group.committed.size() == 1 && emulator::random(3) == 0) execute_oldest(group);

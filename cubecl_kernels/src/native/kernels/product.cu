@@ -15,6 +15,9 @@
 // the last to do so adds all of them and stores the tile. No block waits for others, except for
 // those of its cluster.
 //
+// There are two generations of products, with the same parameters, tiles and results. In the second
+// one, the warpgroups of a block with wide tiles take turns: while one stores, the other multiplies.
+//
 // A wait that never ends would keep the device from any other work. Launches that verify a device
 // therefore have patience: a block whose barrier takes longer gives up, ends, and leaves NaN.
 //
@@ -69,6 +72,11 @@ struct Tile {
     static_assert(65536 / 4 / 32 / WARPS_OF_QUARTER / 8 * 8 >= SUMS + 32, "registers suffice");
     static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "shared memory suffices");
 };
+
+// Whether the warpgroups of a block take turns. Of narrow tiles, a multiprocessor has two blocks, one
+// of which multiplies while the other stores.
+template <int GENERATION, int WIDTH>
+constexpr bool TAKES_TURNS = GENERATION > 1 && Tile<WIDTH>::BLOCKS == 1;
 
 // Dynamic shared memory of a block, by the columns of its tiles.
 constexpr int SHARED_BYTES_128 = 114752;
@@ -274,18 +282,52 @@ DEVICE Descriptor advanced(Descriptor d, int bytes) {
     return d >> 32 << 32 | (u32)((u32)d + (bytes >> 4));
 }
 
+// The turns that the two warpgroups of a block give each other, one of each for every task.
+enum Turn {
+    TO_SECOND,  // the first warpgroup's instructions for all slices of the task are in flight
+    TO_FIRST    // the second warpgroup has taken that turn, so that there can be another one
+};
+
+// The last slices of a task that the second warpgroup leaves until it has its turn: while the first
+// one stores, the second one multiplies them. The stages have room for no more, and for D, which the
+// first warpgroup needs next.
+template <int WIDTH>
+DEVICE int slices_left(const Sizes &sizes) {
+    return Tile<WIDTH>::STAGES - (sizes.addend ? WIDTH / D_WIDTH : 0);
+}
+
+// Gives the other warpgroup its turn.
+DEVICE void hand_over(int group, bool is_first_task, bool is_last_task) {
+    if (group == 0) {
+        if (!is_first_task) take_turn<TO_FIRST>();
+        give_turn<TO_SECOND>();
+    } else if (!is_last_task) {
+        give_turn<TO_FIRST>();
+    }
+}
+
 // Multiplies all slices. A thread receives of every 8 columns two neighbors in one row, and two in
 // the row 8 below.
-template <int WIDTH, bool A_MN, bool B_MN>
-DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, int half,
-                            float (&sums)[Tile<WIDTH>::SUMS]) {
+template <bool TURNS, int WIDTH, bool A_MN, bool B_MN>
+DEVICE void multiply_slices(const Block<WIDTH> &block, const Sizes &sizes, int task, u32 &entry,
+                            int half, float (&sums)[Tile<WIDTH>::SUMS]) {
     // Bytes between the panels of an MN-major operand; ignored for K-major ones.
     constexpr int A_LEADING = A_MN ? PANEL_BYTES : 16, B_LEADING = B_MN ? PANEL_BYTES : 16;
     // Bytes between the operands of two instructions: 16 rows of 128 bytes, or 16 elements.
     constexpr int A_STEP = A_MN ? STEP * 128 : STEP * 2, B_STEP = B_MN ? STEP * 128 : STEP * 2;
 #pragma unroll
     for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] = 0.0f;
+    const int slices = slices_of(task, sizes);
+    // The second warpgroup's first slice of those that it has left.
+    const int turn = half == 1 ? max(slices - slices_left<WIDTH>(sizes), 0) : slices;
     for (int slice = 0; slice < slices; ++slice, ++entry) {
+        const bool is_turn = TURNS && slice == turn;
+        if (is_turn) {
+            // What it has read may be overwritten while it waits.
+            multiply_wait<0>(sums);
+            if (slice > 0) block.release(entry - 1);
+            take_turn<TO_SECOND>();
+        }
         block.wait_until_full(entry);
         char *a = block.at(entry), *b = a + A_BYTES;
         // 64 rows of A are one panel of an MN-major operand, or half of a K-major one: as large.
@@ -299,8 +341,9 @@ DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, i
         multiply_commit();
         // One slice stays in flight; the one before it has been read.
         multiply_wait<1>(sums);
-        if (slice > 0) block.release(entry - 1);
+        if (slice > 0 && !is_turn) block.release(entry - 1);
     }
+    if (TURNS) hand_over(half, task == CLUSTER, task + sizes.clusters >= sizes.tasks);
     multiply_wait<0>(sums);
     block.release(entry - 1);
 }
@@ -467,7 +510,7 @@ DEVICE void store(Store<WIDTH> &store, const Task &task, const TensorMap &c, boo
     }
 }
 
-template <int WIDTH, bool A_MN, bool B_MN>
+template <int GENERATION, int WIDTH, bool A_MN, bool B_MN>
 DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, const TensorMap &c,
                     const Sizes &sizes, float *partials, u32 *arrived) {
     DYNAMIC_SHARED(shared);
@@ -503,7 +546,8 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
         Store<WIDTH> stores = {buffers, group, thread % 128, 0};
         for (int i = CLUSTER; i < sizes.tasks; i += sizes.clusters) {
             float sums[Tile<WIDTH>::SUMS];
-            multiply_slices<WIDTH, A_MN, B_MN>(block, slices_of(i, sizes), entry, group, sums);
+            constexpr bool TURNS = TAKES_TURNS<GENERATION, WIDTH>;
+            multiply_slices<TURNS, WIDTH, A_MN, B_MN>(block, sizes, i, entry, group, sums);
             // Behind `opaque`, places are computed anew for each tile. Otherwise the compiler keeps
             // them in registers while slices are multiplied, and spills others.
             const Task task = task_of(opaque(i), sizes, block);
@@ -520,20 +564,22 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
     sync_cluster();
 }
 
-#define PRODUCT(NAME, WIDTH, A_MN, B_MN)                                                      \
+#define PRODUCT(NAME, GENERATION, WIDTH, A_MN, B_MN)                                          \
     ENTRY BOUNDS(THREADS, Tile<WIDTH>::BLOCKS) NAME(                                          \
         const CONSTANT TensorMap a, const CONSTANT TensorMap b, const CONSTANT TensorMap d,   \
         const CONSTANT TensorMap c, const CONSTANT Sizes sizes, float *partials,              \
         u32 *arrived) {                                                                       \
-        product<WIDTH, A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);                     \
+        product<GENERATION, WIDTH, A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);         \
     }
 
-PRODUCT(product_128_kk, 128, false, false)
-PRODUCT(product_128_km, 128, false, true)
-PRODUCT(product_128_mm, 128, true, true)
-PRODUCT(product_256_kk, 256, false, false)
-PRODUCT(product_256_km, 256, false, true)
-PRODUCT(product_256_mm, 256, true, true)
+// A file with PTX has the kernels of one generation, so that no driver compiles those of another.
+#if defined(EMULATE) || !defined(SECOND_GENERATION)
+PRODUCT(product_128_kk, 1, 128, false, false)
+PRODUCT(product_128_km, 1, 128, false, true)
+PRODUCT(product_128_mm, 1, 128, true, true)
+PRODUCT(product_256_kk, 1, 256, false, false)
+PRODUCT(product_256_km, 1, 256, false, true)
+PRODUCT(product_256_mm, 1, 256, true, true)
 
 // sum = z + I for every matrix of a batch, added in float32. `rows` is a multiple of 8, at most
 // 185,000, so that a thread's number has 32 bits.
@@ -554,3 +600,10 @@ ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows)
     }
     sum[at] = eight;
 }
+#endif
+
+#if defined(EMULATE) || defined(SECOND_GENERATION)
+PRODUCT(product2_256_kk, 2, 256, false, false)
+PRODUCT(product2_256_km, 2, 256, false, true)
+PRODUCT(product2_256_mm, 2, 256, true, true)
+#endif
