@@ -39,7 +39,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import POINTER, Structure, addressof, byref, sizeof
 from ctypes import c_char, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -50,18 +50,18 @@ START = time.monotonic()
 
 # As in `tile_choice.rs`, `launches.rs` and `ptx_module.rs` of cubecl_kernels/src/native.
 HEIGHT, DEPTH, THREADS = 128, 64, 288
-SHARED_BYTES = {128: 114_752, 256: 229_456}
 SPREADING_BYTES = (114 << 10) - 1024 + 128
 MAX_SHARED_BYTES = 227 << 10
 # By name: whether the inner dimension of A and that of B is contiguous.
 LAYOUTS = {"kk": (True, True), "km": (True, False), "mm": (False, False)}
 # Columns of a tile, and blocks of its cluster.
 TILES = [(128, 1), (128, 2), (256, 1), (256, 2)]
-# By their numbers: the beginnings of the names of a generation's files and products, and the
-# columns of its tiles. The library has the first one; others are candidates to replace it, which
-# the argument `--candidates` adds.
-GENERATIONS = {1: ("hopper", "product", (128, 256))}
-CANDIDATES = {2: ("hopper2", "product2", (256,))}
+# By their numbers: the beginnings of the names of a generation's files and products, and by the
+# columns of a tile the bytes of shared memory of a block, and the blocks of a multiprocessor. The
+# library has the first generation; others are candidates to replace it, which the argument
+# `--candidates` adds.
+GENERATIONS = {1: ("hopper", "product", {128: (114_752, 2), 256: (229_456, 1)})}
+CANDIDATES = {2: ("hopper2", "product2", {128: (229_488, 1), 256: (229_456, 1)})}
 # Their numbers in CUtensorMapDataType.
 DTYPES = {"f16": 6, "bf16": 9}
 # Four fifths of the data sheet's rate of an H100 or H200 SXM, as in `benches/gpu.rs`.
@@ -158,14 +158,17 @@ class Grid:
     cut: int
     parts: int
     clusters: int
-    generation: int = 1
+    product: Product
+    multiprocessors: int
+    generation: int
 
     def of(self, generation):
         """Returns the same distribution for kernels of a generation."""
-        return replace(self, generation=generation)
+        grids = type(self).all(self.product, self.tile, self.multiprocessors, generation)
+        return grids[self.parts - 1]
 
     @classmethod
-    def all(cls, product, tile, multiprocessors):
+    def all(cls, product, tile, multiprocessors, generation=1):
         """Returns the distributions of a tile, by the number of parts of the last tiles."""
         (m, n, k), (width, cluster) = product.sizes, tile
         height, places = cluster * HEIGHT, multiprocessors // cluster
@@ -179,8 +182,10 @@ class Grid:
         for parts in range(1, most + 1):
             cut = rest if parts > 1 else 0
             tasks = count - cut + cut * parts
-            clusters = min(tasks, places * (256 // width))
-            grids.append(cls(tile, tiles, count - cut, cut, parts, clusters))
+            _, blocks = GENERATIONS[generation][2][width]
+            clusters = min(tasks, places * blocks)
+            numbers = (tiles, count - cut, cut, parts, clusters)
+            grids.append(cls(tile, *numbers, product, multiprocessors, generation))
         return grids
 
     def __str__(self):
@@ -223,7 +228,8 @@ class Device:
         if dtype:
             self.load(dtype, folder)
             self.partials = self.zeros(self.multiprocessors * HEIGHT * 256 * 4)
-            self.arrived = self.zeros(self.multiprocessors * 4)
+            # Two counters for every cut tile, and one more.
+            self.arrived = self.zeros((2 * self.multiprocessors + 1) * 4)
 
     def attribute(self, number):
         value = c_int()
@@ -358,10 +364,11 @@ class Device:
         )
         scratch = [c_uint64(self.partials), c_uint64(self.arrived)]
         pointers = [address for _, address in maps] + [addressof(value) for value in (sizes, *scratch)]
-        blocks, shared = grid.clusters * cluster, SHARED_BYTES[width]
+        _, name, widths = GENERATIONS[grid.generation]
+        blocks, shared = grid.clusters * cluster, widths[width][0]
         if blocks <= self.multiprocessors:
             shared = max(shared, SPREADING_BYTES)
-        kernel = f"{GENERATIONS[grid.generation][1]}_{width}_{product.layout}"
+        kernel = f"{name}_{width}_{product.layout}"
 
         def launch(overlaps=False, stream=None, kept=(maps, sizes, scratch)):
             self.queue(kernel, (blocks, 1), THREADS, shared, cluster, overlaps, pointers, stream)
@@ -449,12 +456,13 @@ def resources(device, name, kernel):
         driver.cuFuncGetAttribute(byref(count), number, kernel)
         return count.value
 
-    width = 0 if name == "plus_identity" else int(name.split("_")[1])
-    threads, shared = (THREADS, SHARED_BYTES[width]) if width else (256, 0)
+    widths = {f"{start}_{width}": of for _, start, all in GENERATIONS.values() for width, of in all.items()}
+    is_product = name != "plus_identity"
+    threads, shared = (THREADS, widths[name.rpartition("_")[0]][0]) if is_product else (256, 0)
     text = f"{attribute(4)} registers, {attribute(3)} local bytes"
     driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(count), kernel, threads, c_size_t(shared))
     text += f", {count.value} blocks of a multiprocessor"
-    for cluster in (1, 2) if width else ():
+    for cluster in (1, 2) if is_product else ():
         attributes = (Attribute * 1)()
         attributes[0].id, attributes[0].value[0:3] = Attribute.CLUSTER, [cluster, 1, 1]
         blocks = cluster * device.multiprocessors
@@ -557,7 +565,7 @@ def check_combination(folder, dtype, tile):
                     text = f"FAIL {dtype}, generation {generation}, {product}, {grid}: {wrong}"
                     print(text, flush=True)
         operands.free()
-    for product, places in ROUNDED[: 1 if SMALL else None]:
+    for product, places in ROUNDED[: 1 if SMALL else None] if len(GENERATIONS) > 1 else []:
         multiprocessors = min(device.multiprocessors, (places or device.multiprocessors) * tile[1])
         for grid in Grid.all(product, tile, multiprocessors)[:: 2]:
             count += 1
@@ -609,7 +617,7 @@ class Integers:
             launch(index > 0)
         device.synchronize()
         got = device.download(chain[-1], shape)
-        counters = device.download(device.arrived, device.multiprocessors, np.uint32)
+        counters = device.download(device.arrived, 2 * device.multiprocessors + 1, np.uint32)
         device.free(*chain)
         differs = got != bits(self.expected(links) + 0.0, device.dtype)
         if differs.any():
@@ -942,7 +950,7 @@ def sweep(folder, options):
         rows = 256 if SMALL else 1024
         matrix = Product("kk", 1, (rows, rows, DEPTH), lower=True)
         of_matrix = Grid.all(matrix, tile, device.multiprocessors)[0].tiles
-        places = device.multiprocessors // tile[1] * (256 // tile[0])
+        places = device.multiprocessors // tile[1] * GENERATIONS[1][2][tile[0]][1]
         batch = 1 if SMALL else max(1, places // of_matrix)
         values = []
         for depth in depths:

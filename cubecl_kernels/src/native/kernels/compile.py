@@ -16,10 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TOOLS = Path(os.environ["DISTMUON_CUDA_TOOLS"])
 FILES = {
-    "hopper_bf16.ptx": [],
-    "hopper_f16.ptx": ["-DTYPE_F16"],
-    "hopper2_bf16.ptx": ["-DSECOND_GENERATION"],
-    "hopper2_f16.ptx": ["-DSECOND_GENERATION", "-DTYPE_F16"],
+    "hopper_bf16.ptx": ["-DONLY_GENERATION=1"],
+    "hopper_f16.ptx": ["-DONLY_GENERATION=1", "-DTYPE_F16"],
+    "hopper2_bf16.ptx": ["-DONLY_GENERATION=2"],
+    "hopper2_f16.ptx": ["-DONLY_GENERATION=2", "-DTYPE_F16"],
 }
 OPTIONS = ["--gpu-architecture=compute_90a", "--std=c++17"]
 

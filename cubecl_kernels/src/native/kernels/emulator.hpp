@@ -11,14 +11,15 @@
 //   of a block that has ended. A launch stores every element of its result once.
 // - The blocks of a cluster run at a time. Of a copy to several blocks, each receives its own.
 // - Clusters run one after the other in random order. What a thread stores in global memory is
-//   undefined for other blocks unless it executes `thread_fence`, and its block `atomic_add`
-//   afterwards; they see it after an `atomic_add` and a `thread_fence` of their own.
+//   undefined for other blocks unless it executes `thread_fence`, and its warpgroup, or one that it
+//   meets, `atomic_add` afterwards; they see it after an `atomic_add` and a `thread_fence` of their
+//   own.
 // - A launch overlaps with the one before it: global memory and matrices may not be accessed before
 //   a thread has executed `wait_for_launch_before`.
 //
 // If no thread can run and nothing is in flight, time passes for the threads that try a barrier. If
-// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the hardware
-// decodes descriptors and tensor maps, and speed.
+// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the
+// hardware decodes descriptors and tensor maps, and speed.
 #pragma once
 #include <limits.h>
 #include <stdint.h>
@@ -165,8 +166,11 @@ struct Block {
     Turn turns[TURNS];
     int commits[2];    // of matrix instructions, by each warpgroup
     bool gathered;     // in a meeting of the consumers
-    bool has_counted;  // it executed `atomic_add`
+    bool has_counted[2];  // a warpgroup executed `atomic_add`, or met the other one after it did
     int running;       // threads
+
+    // After a meeting of both warpgroups.
+    void share_count() { has_counted[0] = has_counted[1] = has_counted[0] || has_counted[1]; }
 };
 inline Block cluster_blocks[MAX_BLOCKS];
 inline u64 writes = 0;
@@ -504,7 +508,7 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         block.consumers = block.groups[0] = block.groups[1] = Meeting();
         for (Turn &turn : block.turns) turn = Turn();
         block.commits[0] = block.commits[1] = 0;
-        block.gathered = block.has_counted = false;
+        block.gathered = block.has_counted[0] = block.has_counted[1] = false;
         block.running = threads;
     }
     whole = Meeting();
@@ -622,7 +626,8 @@ DEVICE void sync_group(int group) {
 }
 
 DEVICE void sync_consumers() {
-    emulator::together(emulator::block().consumers, 256, "sync_consumers", [] {});
+    emulator::Block &block = emulator::block();
+    emulator::together(block.consumers, 256, "sync_consumers", [&] { block.share_count(); });
 }
 
 DEVICE bool sync_consumers_or(bool own) {
@@ -632,6 +637,7 @@ DEVICE bool sync_consumers_or(bool own) {
     emulator::together(block.consumers, 256, "sync_consumers_or", [&] {
         results[emulator::rank()] = block.gathered;
         block.gathered = false;
+        block.share_count();
     });
     return results[emulator::rank()];
 }
@@ -782,10 +788,10 @@ DEVICE u32 atomic_add(u32 *p, u32 value) {
     emulator::pause();
     const size_t index = emulator::global_index(p);
     if (emulator::stored_by[index]) emulator::fail("a word that is added to after a store");
-    for (int t = 0; t < emulator::threads; ++t) {
-        emulator::coroutines[emulator::rank() * emulator::threads + t].acquired = false;
+    for (int t = 0; t < 128; ++t) {
+        emulator::coroutines[emulator::thread - THREAD % 128 + t].acquired = false;
     }
-    emulator::block().has_counted = true;
+    emulator::block().has_counted[THREAD / 128] = true;
     u32 old = emulator::global[index];
     emulator::global[index] += value;
     return old;
@@ -795,8 +801,9 @@ DEVICE void thread_fence() {
     emulator::pause();
     auto &own = emulator::current();
     // Blocks that run at the same time may read before a fence that follows the count.
-    emulator::publish(own.unfenced, emulator::block().has_counted);
-    own.acquired = emulator::block().has_counted;
+    const bool has_counted = emulator::block().has_counted[THREAD / 128];
+    emulator::publish(own.unfenced, has_counted);
+    own.acquired = has_counted;
 }
 
 // Returns an address in the shared memory of the cluster, which has the block's place above bit 23.
