@@ -153,7 +153,7 @@ struct Turn {
     std::unordered_set<int> came;  // threads of both
     unsigned round = 0;
 };
-constexpr int TURNS = 2;
+constexpr int TURNS = 3;
 
 // A block of the cluster that runs. Threads see shared memory as `memory`, and the copy engine and
 // matrix instructions (the async proxy) as `async_memory`. Writes are numbered; of two writes to an
@@ -222,7 +222,7 @@ struct Coroutine {
     std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
     bool acquired;    // it executed `thread_fence` since the last `atomic_add` of its block
     bool is_ordered;  // it executed `wait_for_launch_before`
-    bool gave;        // a turn, and has taken none since then
+    bool gave[TURNS];  // a turn, and has taken none since then
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
 inline Coroutine &current() { return coroutines[thread]; }
@@ -524,7 +524,8 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         c.done = false;
         c.unpublished.clear();
         c.unfenced.clear();
-        c.acquired = c.is_ordered = c.gave = false;
+        c.acquired = c.is_ordered = false;
+        std::fill_n(c.gave, TURNS, false);
         getcontext(&c.context);
         c.context.uc_stack.ss_sp = c.stack.data();
         c.context.uc_stack.ss_size = STACK_BYTES;
@@ -648,14 +649,16 @@ DEVICE void give_turn() {
     const int ahead = block.commits[0] - block.commits[1];
     if (TURN == 0) emulator::least_lead = min(emulator::least_lead, ahead);
     // The other warpgroup may not have taken the turn before, to which this one would then belong.
-    if (emulator::current().gave) emulator::fail("a turn before the other one is taken");
-    emulator::current().gave = true;
+    bool &gave = emulator::current().gave[TURN];
+    if (gave) emulator::fail("a turn before the other warpgroup has answered the last one");
+    gave = true;
     emulator::come(block.turns[TURN], false);
 }
 
 template <int TURN>
 DEVICE void take_turn() {
-    emulator::current().gave = false;
+    // One turn answers all of the other warpgroup's.
+    std::fill_n(emulator::current().gave, emulator::TURNS, false);
     emulator::come(emulator::block().turns[TURN], true);
 }
 

@@ -293,8 +293,9 @@ DEVICE Descriptor advanced(Descriptor d, int bytes) {
 
 // The turns that the two warpgroups of a block give each other, one of each for every task.
 enum Turn {
-    TO_SECOND,  // the first warpgroup's instructions for all slices of the task are in flight
-    TO_FIRST    // the second warpgroup has taken that turn, so that there can be another one
+    MULTIPLY,  // to the second: the first one's instructions for all slices are in flight
+    STORE,     // to the second: what the first one stores has been read, so its buffers are free
+    NEXT       // to the first, but for the last task: the second one has used its turns
 };
 
 // The last slices of a task that the second warpgroup leaves until it has its turn: while the first
@@ -303,16 +304,6 @@ enum Turn {
 template <class T>
 DEVICE int slices_left(const Sizes &sizes) {
     return T::STAGES - (sizes.addend ? T::WIDTH / D_WIDTH : 0);
-}
-
-// Gives the other warpgroup its turn.
-DEVICE void hand_over(int group, bool is_first_task, bool is_last_task) {
-    if (group == 0) {
-        if (!is_first_task) take_turn<TO_FIRST>();
-        give_turn<TO_SECOND>();
-    } else if (!is_last_task) {
-        give_turn<TO_FIRST>();
-    }
 }
 
 // Multiplies all slices. A thread receives of every 8 columns two neighbors in one row, and two in
@@ -335,7 +326,7 @@ DEVICE void multiply_slices(const Block<T> &block, const Sizes &sizes, int task,
             // What it has read may be overwritten while it waits.
             multiply_wait<0>(sums);
             if (slice > 0) block.release(entry - 1);
-            take_turn<TO_SECOND>();
+            take_turn<MULTIPLY>();
         }
         block.wait_until_full(entry);
         char *a = block.at(entry), *b = a + A_BYTES;
@@ -352,7 +343,10 @@ DEVICE void multiply_slices(const Block<T> &block, const Sizes &sizes, int task,
         multiply_wait<1>(sums);
         if (slice > 0 && !is_turn) block.release(entry - 1);
     }
-    if (TURNS) hand_over(half, task == CLUSTER, task + sizes.clusters >= sizes.tasks);
+    if (TURNS && half == 0) {
+        if (task != CLUSTER) take_turn<NEXT>();
+        give_turn<MULTIPLY>();
+    }
     multiply_wait<0>(sums);
     block.release(entry - 1);
 }
@@ -424,23 +418,25 @@ DEVICE bool add_parts(const Block<T> &block, const Task &task, float *partials, 
     return true;
 }
 
-// The panels that a warpgroup stores, one after the other.
-template <class T>
+// The panels that a warpgroup stores, one after the other: through a number of buffers, which are
+// free at first if it has them in turn with the other one.
+template <int BUFFERS, bool IN_TURN>
 struct Store {
     char *buffers;
     int group;   // of the two warpgroups
     int thread;  // of the warpgroup
     u32 panels;  // so far
 
-    DEVICE char *buffer() const {
-        return buffers + panels % T::BUFFERS * PANEL_BYTES;
-    }
+    DEVICE char *buffer() const { return buffers + panels % BUFFERS * PANEL_BYTES; }
     // Waits until the copy engine has read what was in the buffer.
     DEVICE void begin() const {
-        if (thread == 0) store_wait_read<T::BUFFERS - 1>();
+        if (IN_TURN) return;
+        if (thread == 0) store_wait_read<BUFFERS - 1>();
         sync_group(group);
     }
     DEVICE void end(const TensorMap &c, int row, int column, int matrix) {
+        // The meeting then tells all threads that the next buffer is free.
+        if (IN_TURN && thread == 0) store_wait_read<BUFFERS - 2>();
         // The copy engine reads what every thread wrote before its fence.
         fence_async();
         sync_group(group);
@@ -481,9 +477,9 @@ DEVICE void write_below_diagonal(char *to, u32 warp, u32 lane, const float *sums
 }
 
 // Stores a panel of the result, and its mirror image.
-template <class T>
-DEVICE void store_panel(Store<T> &store, int row, int column, int matrix, const TensorMap &c,
-                        bool lower, const float *panel) {
+template <int BUFFERS, bool IN_TURN>
+DEVICE void store_panel(Store<BUFFERS, IN_TURN> &store, int row, int column, int matrix,
+                        const TensorMap &c, bool lower, const float *panel) {
     const u32 thread = opaque(store.thread), warp = thread / 32, lane = thread % 32;
     if (lower && column > row) return;
     store.begin();
@@ -514,8 +510,8 @@ DEVICE void store_panel(Store<T> &store, int row, int column, int matrix, const 
 }
 
 // Stores a warpgroup's 64 rows of a tile.
-template <class T>
-DEVICE void store(Store<T> &store, const Task &task, const TensorMap &c, bool lower,
+template <class T, int BUFFERS, bool IN_TURN>
+DEVICE void store(Store<BUFFERS, IN_TURN> &store, const Task &task, const TensorMap &c, bool lower,
                   const float (&sums)[T::SUMS]) {
     const int row = task.row + store.group * PANEL;
 #pragma unroll
@@ -562,7 +558,8 @@ DEVICE void store_part(const Block<T> &block, const Task &task, float *partials,
 // for parts: a tile that lacks some is left to the warpgroup that stores the last of them.
 template <class T>
 DEVICE void add_panels(const Block<T> &block, const Sizes &sizes, const TensorMap &c,
-                       const float *partials, const Counters &counters, Store<T> &stores) {
+                       const float *partials, const Counters &counters,
+                       Store<T::BUFFERS, false> &stores) {
     constexpr int PANELS = T::WIDTH / PANEL, GROUPS = CONSUMERS / 128;
     // Behind `opaque`, for the reason of `product`.
     const int cut = opaque(sizes.slots) / sizes.parts;
@@ -640,33 +637,42 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
         }
     } else {
         const int group = thread / 128;
+        constexpr bool TURNS = GENERATION > 1;
         char *buffers = shared + T::BUFFERS_AT;
-        buffers += group * T::BUFFERS * PANEL_BYTES;
-        const Counters counters = {arrived};
-        Store<T> stores = {buffers, group, thread % 128, 0};
+        char *own_buffers = buffers + group * T::BUFFERS * PANEL_BYTES;
+        constexpr int BUFFERS = TURNS ? CONSUMERS / 128 * T::BUFFERS : T::BUFFERS;
+        Store<BUFFERS, TURNS> stores = {TURNS ? buffers : own_buffers, group, thread % 128, 0};
         for (int i = CLUSTER; i < sizes.tasks; i += sizes.clusters) {
             float sums[T::SUMS];
-            constexpr bool TURNS = GENERATION > 1;
             multiply_slices<TURNS, T, A_MN, B_MN>(block, sizes, i, entry, group, sums);
             // Behind `opaque`, places are computed anew for each tile. Otherwise the compiler keeps
             // them in registers while slices are multiplied, and spills others.
             const Task task = task_of(opaque(i), sizes, block);
             scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
+            if (TURNS && group == 1) take_turn<STORE>();
             bool stores_tile = true;
-            if (task.parts > 1 && GENERATION > 1) {
-                store_part(block, task, partials, counters, opaque(thread), sums);
+            if (task.parts > 1 && TURNS) {
+                store_part(block, task, partials, {arrived}, opaque(thread), sums);
                 stores_tile = false;
             } else if (task.parts > 1) {
                 stores_tile = add_parts(block, task, partials, arrived, opaque(thread), sums);
             }
-            if (stores_tile) store(stores, task, c, sizes.lower, sums);
+            if (stores_tile) store<T>(stores, task, c, sizes.lower, sums);
+            if (TURNS) {
+                if (stores.thread == 0) store_wait_read<0>();
+                if (group == 0) give_turn<STORE>();
+                if (group == 1 && i + sizes.clusters < sizes.tasks) give_turn<NEXT>();
+            }
         }
-        if (GENERATION > 1 && sizes.slots > 0) {
-            add_panels(block, sizes, c, partials, counters, stores);
+        if (TURNS && sizes.slots > 0) {
+            // The other warpgroup may have all buffers.
+            sync_consumers();
+            Store<T::BUFFERS, false> own = {own_buffers, group, opaque(thread) % 128, 0};
+            add_panels(block, sizes, c, partials, {arrived}, own);
+            // The end of a launch waits for all stores, so a block waits only until they are read.
+            if (own.thread == 0) store_wait_read<0>();
         }
-        // The end of a launch waits for all stores, so a block waits only until they are read.
-        if (stores.thread == 0 && GENERATION > 1) store_wait_read<0>();
-        if (stores.thread == 0 && GENERATION == 1) store_finish();
+        if (stores.thread == 0 && !TURNS) store_finish();
     }
     // The other block of the cluster may still write to this one's memory and barriers. The last
     // that it does is to release stages; but a block that gives up may not have filled them.
