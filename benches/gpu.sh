@@ -208,6 +208,7 @@ steps() {
   echo "launch_times alone $plain gpu launches"
   echo "peers_bfloat16 alone $plain python3 -u $peers/torch_gpu.py --dtype bfloat16"
   echo "native_products alone $native gpu native --group $groups --dtype $dtypes $small"
+  [ "$device" != cuda ] || echo "generations alone $plain python3 -u $peers/native_probe.py --candidates --seconds 200 check launch generations"
   echo "products alone $plain gpu products --group $groups --dtype $dtypes $small"
   echo "collectives alone $plain gpu collectives"
   # Two ranks, which are threads and may share a device. All layouts print the same losses.

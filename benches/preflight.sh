@@ -186,7 +186,7 @@ check_archive() {
       fail "libraries of $(basename "$file") are missing"
     fi
   done
-  for file in conformance src/checkpoint tests/conformance peers/hopper_bf16.ptx commit; do
+  for file in conformance src/checkpoint tests/conformance peers/hopper_bf16.ptx peers/hopper2_bf16.ptx commit; do
     [ -e "$machine/packed/$file" ] || fail "$file is missing in the packed folder"
   done
 }
@@ -205,7 +205,9 @@ check_probe() {
   needs python3
   python3 -c 'import numpy' 2>/dev/null || skip 'NumPy is missing: pip install numpy'
   build_stand_in
-  LD_LIBRARY_PATH=$work/driver PROBE_SMALL=1 python3 benches/peers/native_probe.py facts check order time sweep
+  probe() { LD_LIBRARY_PATH=$work/driver PROBE_SMALL=1 python3 benches/peers/native_probe.py "$@"; }
+  probe facts check order time sweep
+  probe --candidates facts check launch generations
 }
 
 # The host's side of the native kernels, by the tests that the kernels' package has for it, without

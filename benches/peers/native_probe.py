@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Tests and times the native kernels for Hopper from their PTX, through the driver alone.
 
-    python benches/peers/native_probe.py [--ptx FOLDER] [--dtype bf16|f16] [--seconds N] [MODE...]
+    python benches/peers/native_probe.py [--ptx FOLDER] [--dtype bf16|f16] [--seconds N]
+        [--candidates] [MODE...]
 
 Needs an NVIDIA driver, Python and NumPy, but neither Rust nor LLVM: what fails here is wrong in the
 kernels, or in the driver's compiler. Modes run in the order in which they are given:
@@ -11,9 +12,17 @@ kernels, or in the driver's compiler. Modes run in the order in which they are g
             A block whose barrier never opens gives up. Each of the eight combinations of type and
             tile is a process, which fails after 60 seconds
     order   chains of launches that overlap, a recorded chain, events of the whole context
+    launch  the time of a launch in a recorded chain of small products that need each other, by
+            tile
     time    every tile and number of parts, with cuBLAS next to them where PyTorch is installed
     sweep   the time of a round of tiles by the length of their sums: its slope is the rate of a
             multiprocessor, and its rest the cost of filling and storing
+    generations
+            every tile and number of parts, by the kernels of all generations in turns
+
+With --candidates, the modes `facts`, `check`, `launch` and `generations` also take the kernels of
+later generations, which the library does not use yet. `check` then also compares the bits of all
+generations, of numbers that are no integers.
 
 Without modes: facts, check, order. Exit status 0 means that all results are exact. With PROBE_SMALL
 set, sizes are small: for `cubecl_kernels/tests/driver`, which stands in for the driver on machines
@@ -41,13 +50,18 @@ START = time.monotonic()
 
 # As in `tile_choice.rs`, `launches.rs` and `ptx_module.rs` of cubecl_kernels/src/native.
 HEIGHT, DEPTH, THREADS = 128, 64, 288
-SHARED_BYTES = {128: 114_752, 256: 229_456}
 SPREADING_BYTES = (114 << 10) - 1024 + 128
 MAX_SHARED_BYTES = 227 << 10
 # By name: whether the inner dimension of A and that of B is contiguous.
 LAYOUTS = {"kk": (True, True), "km": (True, False), "mm": (False, False)}
 # Columns of a tile, and blocks of its cluster.
 TILES = [(128, 1), (128, 2), (256, 1), (256, 2)]
+# By their numbers: the beginnings of the names of a generation's files and products, and by the
+# columns of a tile the bytes of shared memory of a block, and the blocks of a multiprocessor. The
+# library has the first generation; others are candidates to replace it, which the argument
+# `--candidates` adds.
+GENERATIONS = {1: ("hopper", "product", {128: (114_752, 2), 256: (229_456, 1)})}
+CANDIDATES = {2: ("hopper2", "product2", {128: (229_488, 1), 256: (229_456, 1)})}
 # Their numbers in CUtensorMapDataType.
 DTYPES = {"f16": 6, "bf16": 9}
 # Four fifths of the data sheet's rate of an H100 or H200 SXM, as in `benches/gpu.rs`.
@@ -144,9 +158,17 @@ class Grid:
     cut: int
     parts: int
     clusters: int
+    product: Product
+    multiprocessors: int
+    generation: int
+
+    def of(self, generation):
+        """Returns the same distribution for kernels of a generation."""
+        grids = type(self).all(self.product, self.tile, self.multiprocessors, generation)
+        return grids[self.parts - 1]
 
     @classmethod
-    def all(cls, product, tile, multiprocessors):
+    def all(cls, product, tile, multiprocessors, generation=1):
         """Returns the distributions of a tile, by the number of parts of the last tiles."""
         (m, n, k), (width, cluster) = product.sizes, tile
         height, places = cluster * HEIGHT, multiprocessors // cluster
@@ -160,14 +182,21 @@ class Grid:
         for parts in range(1, most + 1):
             cut = rest if parts > 1 else 0
             tasks = count - cut + cut * parts
-            clusters = min(tasks, places * (256 // width))
-            grids.append(cls(tile, tiles, count - cut, cut, parts, clusters))
+            _, blocks = GENERATIONS[generation][2][width]
+            clusters = min(tasks, places * blocks)
+            numbers = (tiles, count - cut, cut, parts, clusters)
+            grids.append(cls(tile, *numbers, product, multiprocessors, generation))
         return grids
 
     def __str__(self):
         width, cluster = self.tile
         cut = f", {self.cut} in {self.parts} parts" if self.cut else ""
         return f"{self.whole} tiles of {cluster * HEIGHT} x {width}{cut}"
+
+
+def generations_of(tile):
+    """Returns the generations that have kernels for a tile."""
+    return [number for number, (_, _, widths) in GENERATIONS.items() if tile[0] in widths]
 
 
 def test_grid():
@@ -199,7 +228,8 @@ class Device:
         if dtype:
             self.load(dtype, folder)
             self.partials = self.zeros(self.multiprocessors * HEIGHT * 256 * 4)
-            self.arrived = self.zeros(self.multiprocessors * 4)
+            # Two counters for every cut tile, and one more.
+            self.arrived = self.zeros((2 * self.multiprocessors + 1) * 4)
 
     def attribute(self, number):
         value = c_int()
@@ -213,24 +243,34 @@ class Device:
         return stream
 
     def load(self, dtype, folder):
-        """Compiles the kernels of a type, and prints the compiler's log if it refuses them."""
-        self.dtype, self.kernels = dtype, {}
-        text = (folder / f"hopper_{dtype}.ptx").read_bytes() + b"\0"
+        """Compiles the kernels of a type, and prints the compiler's log if it refuses them. Returns
+        the seconds of every file."""
+        self.dtype, self.kernels, seconds = dtype, {}, {}
+        for generation, (file, product, widths) in GENERATIONS.items():
+            start = time.perf_counter()
+            module = self.compiled(folder / f"{file}_{dtype}.ptx")
+            seconds[generation] = time.perf_counter() - start
+            names = [f"{product}_{width}_{layout}" for width in widths for layout in LAYOUTS]
+            for name in names + ["plus_identity"] * (generation == 1):
+                kernel = c_void_p()
+                self.driver.cuModuleGetFunction(byref(kernel), module, name.encode())
+                if name != "plus_identity":
+                    self.driver.cuFuncSetAttribute(kernel, 8, MAX_SHARED_BYTES)
+                self.driver.cuFuncSetAttribute(kernel, 9, 100)  # percent of shared memory
+                self.kernels[name] = kernel
+        return seconds
+
+    def compiled(self, path):
+        """Compiles a file with PTX."""
         module, log = c_void_p(), ctypes.create_string_buffer(1 << 16)
         options = (c_int * 2)(5, 6)  # a buffer for errors, and its size
         values = (c_void_p * 2)(addressof(log), len(log))
         try:
+            text = path.read_bytes() + b"\0"
             self.driver.cuModuleLoadDataEx(byref(module), text, 2, options, values)
         except CudaError as error:
-            sys.exit(f"FAIL {dtype}: {error}\n{log.value.decode(errors='replace')}")
-        products = [f"product_{width}_{layout}" for width in SHARED_BYTES for layout in LAYOUTS]
-        for name in [*products, "plus_identity"]:
-            kernel = c_void_p()
-            self.driver.cuModuleGetFunction(byref(kernel), module, name.encode())
-            if name != "plus_identity":
-                self.driver.cuFuncSetAttribute(kernel, 8, MAX_SHARED_BYTES)
-            self.driver.cuFuncSetAttribute(kernel, 9, 100)  # percent of shared memory
-            self.kernels[name] = kernel
+            sys.exit(f"FAIL {path.name}: {error}\n{log.value.decode(errors='replace')}")
+        return module
 
     # Memory
 
@@ -324,10 +364,11 @@ class Device:
         )
         scratch = [c_uint64(self.partials), c_uint64(self.arrived)]
         pointers = [address for _, address in maps] + [addressof(value) for value in (sizes, *scratch)]
-        blocks, shared = grid.clusters * cluster, SHARED_BYTES[width]
+        _, name, widths = GENERATIONS[grid.generation]
+        blocks, shared = grid.clusters * cluster, widths[width][0]
         if blocks <= self.multiprocessors:
             shared = max(shared, SPREADING_BYTES)
-        kernel = f"product_{width}_{product.layout}"
+        kernel = f"{name}_{width}_{product.layout}"
 
         def launch(overlaps=False, stream=None, kept=(maps, sizes, scratch)):
             self.queue(kernel, (blocks, 1), THREADS, shared, cluster, overlaps, pointers, stream)
@@ -400,9 +441,8 @@ def facts(folder, _):
         f"{device.attribute(device.SHARED_OF_MULTIPROCESSOR)} of a multiprocessor"
     )
     for dtype in DTYPES:
-        start = time.perf_counter()
-        device.load(dtype, folder)
-        print(f"{dtype}: compiled in {time.perf_counter() - start:.2f} s")
+        for generation, seconds in device.load(dtype, folder).items():
+            print(f"{dtype}, generation {generation}: compiled in {seconds:.2f} s")
         for name, kernel in device.kernels.items():
             print(f"  {name}: {resources(device, name, kernel)}")
     return 0
@@ -416,12 +456,13 @@ def resources(device, name, kernel):
         driver.cuFuncGetAttribute(byref(count), number, kernel)
         return count.value
 
-    width = 0 if name == "plus_identity" else int(name.split("_")[1])
-    threads, shared = (THREADS, SHARED_BYTES[width]) if width else (256, 0)
+    widths = {f"{start}_{width}": of for _, start, all in GENERATIONS.values() for width, of in all.items()}
+    is_product = name != "plus_identity"
+    threads, shared = (THREADS, widths[name.rpartition("_")[0]][0]) if is_product else (256, 0)
     text = f"{attribute(4)} registers, {attribute(3)} local bytes"
     driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(byref(count), kernel, threads, c_size_t(shared))
     text += f", {count.value} blocks of a multiprocessor"
-    for cluster in (1, 2) if width else ():
+    for cluster in (1, 2) if is_product else ():
         attributes = (Attribute * 1)()
         attributes[0].id, attributes[0].value[0:3] = Attribute.CLUSTER, [cluster, 1, 1]
         blocks = cluster * device.multiprocessors
@@ -460,6 +501,31 @@ LARGE_CASES = [
 ]
 
 
+# Products whose sums are rounded.
+ROUNDED = [
+    (Product("kk", 1, (264, 264, 1032), lower=True), 2),
+    (Product("kk", 1, (2304, 2304, 1032), lower=True), None),
+    (Product("km", 3, (520, 1032, 520), 1, 1), None),
+]
+
+
+def generations_that_differ(device, product, grid):
+    """Returns the number of elements whose bits are not those of the first generation."""
+    (m, n, k), batch = product.sizes, product.batch
+    random = np.random.default_rng(3)
+    numbers = [random.uniform(-1, 1, (batch, *size)).astype(np.float32) for size in ((m, k), (k, n), (m, n))]
+    a, b, d = (device.upload(bits(values, device.dtype)) for values in numbers)
+    b = device.upload(bits(numbers[0], device.dtype)) if product.lower else b
+    c, results = device.alloc(2 * batch * m * n), []
+    for generation in generations_of(grid.tile):
+        device.fill(c, 0xFF, 2 * batch * m * n)
+        device.product(product, grid.of(generation), a, b, c, d)()
+        device.synchronize()
+        results.append(device.download(c, (batch, m, n)))
+    device.free(a, b, c, d)
+    return sum(int((result != results[0]).sum()) for result in results[1:])
+
+
 def check(folder, _):
     """Checks every combination of type and tile, four at a time, since the driver compiles each."""
 
@@ -467,6 +533,7 @@ def check(folder, _):
         dtype, (width, cluster) = combination
         name = f"{dtype},{width},{cluster}"
         command = [sys.executable, __file__, "--ptx", folder, "--combination", name]
+        command += ["--candidates"] * (len(GENERATIONS) > 1)
         threads = {"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "4"}
         try:
             run = subprocess.run(command, timeout=DEADLINE, env={**os.environ, **threads})
@@ -490,12 +557,22 @@ def check_combination(folder, dtype, tile):
         grids = Grid.all(product, tile, multiprocessors)
         operands = Integers(device, product, seed)
         for grid in [grids[0], grids[-1]][: len(grids)]:
-            count += 1
-            wrong = operands.wrong(grid)
-            if wrong:
-                failures += 1
-                print(f"FAIL {dtype}, {product}, {grid}: {wrong}", flush=True)
+            for generation in generations_of(tile):
+                count += 1
+                wrong = operands.wrong(grid.of(generation))
+                if wrong:
+                    failures += 1
+                    text = f"FAIL {dtype}, generation {generation}, {product}, {grid}: {wrong}"
+                    print(text, flush=True)
         operands.free()
+    for product, places in ROUNDED[: 1 if SMALL else None] if len(GENERATIONS) > 1 else []:
+        multiprocessors = min(device.multiprocessors, (places or device.multiprocessors) * tile[1])
+        for grid in Grid.all(product, tile, multiprocessors)[:: 2]:
+            count += 1
+            if differing := generations_that_differ(device, product, grid):
+                failures += 1
+                text = f"{differing} elements differ between generations"
+                print(f"FAIL {dtype}, {product}, {grid}: {text}", flush=True)
     wrong = wrong_identities(device)
     state = "FAIL" if failures or wrong else "ok  "
     name = f"{dtype} {tile[1] * HEIGHT} x {tile[0]}"
@@ -540,7 +617,7 @@ class Integers:
             launch(index > 0)
         device.synchronize()
         got = device.download(chain[-1], shape)
-        counters = device.download(device.arrived, device.multiprocessors, np.uint32)
+        counters = device.download(device.arrived, 2 * device.multiprocessors + 1, np.uint32)
         device.free(*chain)
         differs = got != bits(self.expected(links) + 0.0, device.dtype)
         if differs.any():
@@ -593,17 +670,19 @@ class Chain:
 
     ROWS, LINKS = (136 if SMALL else 512), 12
 
-    def __init__(self, device):
+    def __init__(self, device, grid_of=None):
+        """Of tiles in the largest number of parts, and sums with the identity; with `grid_of`, of
+        products in the distribution that it returns."""
         self.device, rows = device, self.ROWS
         random = np.random.default_rng(4).choice(np.float32([-1, 0, 0, 1]), (rows, rows))
-        x = device.upload(bits(random, "bf16"))
-        first = device.upload(bits(symmetric(random), "bf16"))
+        x = device.upload(bits(random, device.dtype))
+        first = device.upload(bits(symmetric(random), device.dtype))
         links = [first] + [device.alloc(2 * rows * rows) for _ in range(self.LINKS)]
         self.last, self.launches = links[-1], []
         product = Product("kk", 1, (rows, rows, rows), 0.25, -0.5, True)
-        grid = Grid.all(product, (128, 1), device.multiprocessors)[-1]
+        grid = grid_of(product) if grid_of else Grid.all(product, (128, 1), device.multiprocessors)[-1]
         for index, (d, c) in enumerate(zip(links, links[1:])):
-            if index % 4 == 3:
+            if index % 4 == 3 and not grid_of:
                 self.launches.append(device.plus_identity(1, rows, d, c))
             else:
                 self.launches.append(device.product(product, grid, x, x, c, d))
@@ -631,7 +710,8 @@ class Chain:
             print(f"     {self.LINKS} launches {'that overlap' if overlaps else 'in a row'}: {us:.1f} us")
         return report(not wrong, f"chains that overlap: {wrong} of {times} are wrong")
 
-    def check_recording(self):
+    def recorded(self):
+        """Returns whether a recorded chain is right, and its microseconds."""
         device, driver = self.device, self.device.driver
         graph, executable = c_void_p(), c_void_p()
         driver.cuStreamBeginCapture_v2(device.stream, 2)  # in relaxed mode
@@ -642,8 +722,27 @@ class Chain:
         replay = lambda _=False: driver.cuGraphLaunch(executable, device.stream)
         replay()
         is_right = self.is_right()
-        us = device.microseconds(replay)
+        return is_right, device.microseconds(replay)
+
+    def check_recording(self):
+        is_right, us = self.recorded()
         return report(is_right, f"a recorded chain; {us:.1f} us for {self.LINKS} launches")
+
+
+def launch(folder, options):
+    device, failures = Device(options.dtype, folder), 0
+    for tile in TILES:
+        for generation in generations_of(tile):
+
+            def grid_of(product):
+                return Grid.all(product, tile, device.multiprocessors)[0].of(generation)
+
+            chain = Chain(device, grid_of)
+            is_right, us = chain.recorded()
+            of = f"{tile[1] * HEIGHT} x {tile[0]}, generation {generation}"
+            each = f"{us / chain.LINKS:.2f} us for a launch of {chain.ROWS} rows in a recorded chain"
+            failures += report(is_right, f"{of}: {each}")
+    return failures
 
 
 def check_context_events(device):
@@ -710,11 +809,10 @@ TIMED_SMALL = [(1, 64, 128), (2, 128, 136)]
 PARTS = {1, 2, 3, 4, 6, 8, 11}
 
 
-def times(folder, options):
-    device, torch = Device(options.dtype, folder), pytorch()
+def random_memory(device):
+    """Returns a function that allocates a number of elements, from -1 to 1."""
     seed = np.random.default_rng(1).uniform(-1, 1, 1 << 22).astype(np.float32)
-    seed = bits(seed, options.dtype)
-    source = device.upload(seed)
+    source = device.upload(bits(seed, device.dtype))
 
     def random(elements):
         pointer = device.alloc(2 * elements)
@@ -723,17 +821,28 @@ def times(folder, options):
             device.copy(source, pointer + 2 * start, 2 * count)
         return pointer
 
+    return random
+
+
+def products_of(batch, m, n, x, r):
+    """Returns the products of an iteration on matrices m x n: their names, and their factors."""
+    return [
+        ("X X^T", Product("kk", batch, (m, m, n), lower=True), x, x),
+        ("b R + c R^2", Product("kk", batch, (m, m, m), 1.0, 2.0, True), r, r),
+        ("Q X", Product("km", batch, (m, n, m)), r, x),
+    ]
+
+
+def times(folder, options):
+    device, torch = Device(options.dtype, folder), pytorch()
+    random = random_memory(device)
     print(f"\n## Native products through the driver, {options.dtype}\n")
     print("| shape | product | tile | by parts, us | fastest, us | TFLOP/s of the full product "
           "| of the floor | cuBLAS, us |")
     print("|---" * 8 + "|")
     for batch, m, n in TIMED_SMALL if SMALL else TIMED:
         x, r, c, d = (random(batch * m * columns) for columns in (n, m, n, n))
-        for name, product, left, right in [
-            ("X X^T", Product("kk", batch, (m, m, n), lower=True), x, x),
-            ("b R + c R^2", Product("kk", batch, (m, m, m), 1.0, 2.0, True), r, r),
-            ("Q X", Product("km", batch, (m, n, m)), r, x),
-        ]:
+        for name, product, left, right in products_of(batch, m, n, x, r):
             if time.monotonic() - START > options.seconds:
                 print("\nskipped: products for which there was no time left")
                 return 0
@@ -753,6 +862,56 @@ def time_tile(device, product, tile, a, b, c, d):
     floor = product.operations / (2 if product.lower else 1) / FLOOR_TFLOPS * 1e-6
     tflops = product.operations / us * 1e-6
     return f"{tile[1] * HEIGHT} x {tile[0]} | {by_parts} | {us:.2f} | {tflops:.0f} | {100 * floor / us:.0f} %"
+
+
+# Times of every kernel, of which the median counts.
+TURNS = 5
+
+
+def generations(folder, options):
+    """Times the kernels of all generations in turns, so that a change of the clock rate reaches all
+    of them."""
+    device = Device(options.dtype, folder)
+    random = random_memory(device)
+    print(f"\n## Generations of native kernels, {options.dtype}, us\n")
+    titles = "".join(f"generation {generation}: by parts | " for generation in GENERATIONS)
+    print(f"| shape | product | tile | {titles}fastest, to the first |")
+    print("|---" * (4 + len(GENERATIONS)) + "|")
+    for batch, m, n in TIMED_SMALL if SMALL else TIMED:
+        x, r, c, d = (random(batch * m * columns) for columns in (n, m, n, n))
+        for name, product, left, right in products_of(batch, m, n, x, r):
+            for tile in TILES:
+                if time.monotonic() - START > options.seconds:
+                    print("\nskipped: products for which there was no time left")
+                    return 0
+                if len(generations_of(tile)) < len(GENERATIONS):
+                    continue
+                row = in_turns(device, product, tile, left, right, c, d)
+                print(f"| {batch} x {m}x{n} | {name} | {row} |", flush=True)
+        device.free(x, r, c, d)
+    return 0
+
+
+def in_turns(device, product, tile, a, b, c, d):
+    grids = Grid.all(product, tile, device.multiprocessors)
+    grids = [grid for grid in grids if grid.parts in PARTS | {len(grids)}]
+    launches = {
+        (generation, grid.parts): device.product(product, grid.of(generation), a, b, c, d)
+        for grid in grids
+        for generation in generations_of(tile)
+    }
+    measured = {key: [] for key in launches}
+    for _ in range(TURNS):
+        for key, launch in launches.items():
+            measured[key].append(device.microseconds(launch, 1))
+    medians = {key: statistics.median(values) for key, values in measured.items()}
+    cells, least = [], []
+    for generation in generations_of(tile):
+        of = {parts: us for (number, parts), us in medians.items() if number == generation}
+        cells.append(", ".join(f"{parts}: {us:.2f}" for parts, us in of.items()))
+        least.append(min(of.values()))
+    ratios = ", ".join(f"{us / least[0]:.3f}" for us in least[1:])
+    return " | ".join([f"{tile[1] * HEIGHT} x {tile[0]}", *cells, ratios])
 
 
 def pytorch():
@@ -791,7 +950,7 @@ def sweep(folder, options):
         rows = 256 if SMALL else 1024
         matrix = Product("kk", 1, (rows, rows, DEPTH), lower=True)
         of_matrix = Grid.all(matrix, tile, device.multiprocessors)[0].tiles
-        places = device.multiprocessors // tile[1] * (256 // tile[0])
+        places = device.multiprocessors // tile[1] * GENERATIONS[1][2][tile[0]][1]
         batch = 1 if SMALL else max(1, places // of_matrix)
         values = []
         for depth in depths:
@@ -807,7 +966,10 @@ def sweep(folder, options):
     return 0
 
 
-MODES = {"facts": facts, "check": check, "order": order, "time": times, "sweep": sweep}
+MODES = {
+    "facts": facts, "check": check, "order": order, "launch": launch, "time": times,
+    "generations": generations, "sweep": sweep,
+}
 
 
 def main():
@@ -817,6 +979,7 @@ def main():
     parser.add_argument("--ptx", type=Path, help="the folder of hopper_bf16.ptx and hopper_f16.ptx")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="the type of the times")
     parser.add_argument("--seconds", type=float, default=150, help="no product is timed after that")
+    parser.add_argument("--candidates", action="store_true", help="also kernels of later generations")
     parser.add_argument("--combination", help=argparse.SUPPRESS)  # a process of `check`
     options = parser.parse_args()
     unknown = set(options.modes) - set(MODES)
@@ -827,6 +990,8 @@ def main():
     if folder is None:
         parser.error(f"hopper_bf16.ptx is missing: expected in {folders[-1]}; set --ptx")
     test_grid()
+    if options.candidates:
+        GENERATIONS.update(CANDIDATES)
     if options.combination:
         dtype, width, cluster = options.combination.split(",")
         sys.exit(int(check_combination(folder, dtype, (int(width), int(cluster))) > 0))

@@ -14,17 +14,27 @@ use std::time::Instant;
 
 use distmuon_skips::excused;
 
-/// The types of the elements, as in the names of the files with PTX.
-const DTYPES: [&str; 2] = ["bf16", "f16"];
-
 /// The ends of the names of the products.
 const LAYOUTS: [&str; 3] = ["kk", "km", "mm"];
 
 /// Registers that allow the planned number of blocks of 288 threads on a multiprocessor, by the
-/// columns of their tiles: the 9 warps of a block share four partitions of 16,384 registers.
-const MAX_REGISTERS: [(&str, usize); 2] = [("128", 96), ("256", 168)];
+/// columns of their tiles: the 9 warps of a block share four partitions of 16,384 registers. Of the
+/// second generation, each block has a multiprocessor of its own.
+fn max_registers(product: &str) -> [(&'static str, usize); 2] {
+    [("128", if product == "product" { 96 } else { 168 }), ("256", 168)]
+}
 
-/// Mistakes in `product.cu`: their descriptions, the text that each replaces, and its replacement.
+/// The files with PTX, the definitions that each is compiled with, and the beginning of its
+/// products' names.
+const FILES: [(&str, &[&str], &str); 4] = [
+    ("hopper_bf16", &["-DONLY_GENERATION=1"], "product"),
+    ("hopper_f16", &["-DONLY_GENERATION=1", "-DTYPE_F16"], "product"),
+    ("hopper2_bf16", &["-DONLY_GENERATION=2"], "product2"),
+    ("hopper2_f16", &["-DONLY_GENERATION=2", "-DTYPE_F16"], "product2"),
+];
+
+/// Mistakes in `product.cu` that the checks of the first generation find: their descriptions, the
+/// text that each replaces, and its replacement.
 const MUTANTS: [(&str, &str, &str); 73] = [
     (
         "a stage is overwritten before it has been multiplied",
@@ -37,7 +47,11 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "        char *a",
     ),
     ("a stage is released while it is in use", "multiply_wait<1>(sums);", ""),
-    ("sums are used before they are complete", "multiply_wait<0>(sums);", ""),
+    (
+        "sums are used before they are complete",
+        "    multiply_wait<0>(sums);\n    block.release(entry - 1);\n}",
+        "    block.release(entry - 1);\n}",
+    ),
     ("matrix instructions have no fence", "multiply_fence(sums);", ""),
     ("matrix instructions are not committed", "multiply_commit();", ""),
     (
@@ -57,7 +71,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ),
     (
         "a buffer is overwritten before it is stored",
-        "if (thread == 0) store_wait_read<Tile<WIDTH>::BUFFERS - 1>();",
+        "if (thread == 0) store_wait_read<BUFFERS - 1>();",
         "",
     ),
     (
@@ -72,10 +86,10 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ),
     (
         "a panel on the diagonal is written before its mirror image is complete",
-        "            sync_group(store.group);\n",
+        "        sync_group(store.group);\n",
         "",
     ),
-    ("a block ends before its stores", "if (stores.thread == 0) store_finish();", ""),
+    ("a block ends before its stores", "if (stores.thread == 0 && !TURNS) store_finish();", ""),
     ("chunks are not swizzled", "((column / 8) ^ (row % 8)) * 16", "column / 8 * 16"),
     ("steps through an MN-major operand are too short", "A_MN ? STEP * 128", "A_MN ? STEP * 64"),
     (
@@ -99,11 +113,11 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "column < row || s < warp",
         "column < row || s != warp",
     ),
-    ("panels above the diagonal are stored", "if (lower && column > row) continue;", ""),
+    ("panels above the diagonal are stored", "if (lower && column > row) return;", ""),
     (
         "a mirror image is stored in the wrong place",
-        "store.end(c, column, row, task.matrix);",
-        "store.end(c, row, column, task.matrix);",
+        "store.end(c, column, row, matrix);",
+        "store.end(c, row, column, matrix);",
     ),
     ("a mirror image is not transposed", "    if (MIRROR) {", "    if (false) {"),
     (
@@ -119,7 +133,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ("D is overwritten while other threads of a warp read it", "        sync_warp();\n", ""),
     (
         "fewer bytes are expected than arrive",
-        "barrier_expect(full, Tile<WIDTH>::STAGE_BYTES)",
+        "barrier_expect(full, T::STAGE_BYTES)",
         "barrier_expect(full, A_BYTES)",
     ),
     (
@@ -129,8 +143,8 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ),
     (
         "a block ends while the other one of its cluster writes to it",
-        "memory and barriers.\n    sync_cluster();",
-        "memory and barriers.",
+        "    }\n    sync_cluster();\n}",
+        "    }\n}",
     ),
     (
         "a stage is empty as soon as one block of the cluster has released it",
@@ -184,7 +198,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
         "i < sizes.tasks; i += sizes.clusters) {\n            float sums",
         "i < sizes.clusters; i += sizes.clusters) {\n            float sums",
     ),
-    ("the stages of a second tile begin anew", "int slices, u32 &entry", "int slices, u32 entry"),
+    ("the stages of a second tile begin anew", "int task, u32 &entry", "int task, u32 entry"),
     (
         "D takes no stage of the consumers",
         "bool has_addend, u32 &entry",
@@ -193,7 +207,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ("a tile is computed twice", "if (tile < end - row) {", "if (tile <= end - row) {"),
     (
         "a column has tiles above the first that it reaches",
-        "row = column * (WIDTH / HEIGHT) >> halvings;",
+        "row = column * (T::WIDTH / HEIGHT) >> halvings;",
         "row = first;",
     ),
     ("the last row of tiles is left out", "+ halvings) >> halvings", ") >> halvings"),
@@ -244,7 +258,7 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ),
     (
         "the blocks of a cluster share a slot",
-        "partials + block.rank * (HEIGHT * WIDTH) + thread",
+        "partials + block.rank * (HEIGHT * T::WIDTH) + thread",
         "partials + thread",
     ),
     (
@@ -291,6 +305,185 @@ const MUTANTS: [(&str, &str, &str); 73] = [
     ("the identity has two ones in a row", "one == 2 * p + 1", "one == 2 * p"),
 ];
 
+/// The same for the second generation.
+const MUTANTS2: [(&str, &str, &str); 46] = [
+    ("a warpgroup does not wait for its turn", "            take_turn<MULTIPLY>();\n", ""),
+    (
+        "a warpgroup leaves more slices than there are stages",
+        "STAGES - (sizes.addend",
+        "STAGES + 1 - (sizes.addend",
+    ),
+    (
+        "a warpgroup does not leave its last slices",
+        "max(slices - slices_left<T>(sizes), 0)",
+        "max(slices - slices_left<T>(sizes) + 1, 0)",
+    ),
+    (
+        "a warpgroup with few slices takes no turn",
+        "max(slices - slices_left<T>(sizes), 0)",
+        "slices - slices_left<T>(sizes)",
+    ),
+    ("both warpgroups wait for a turn", "half == 1 ? max", "half >= 0 ? max"),
+    (
+        "a warpgroup that waits for its turn keeps a stage",
+        "            if (slice > 0) block.release(entry - 1);\n            take",
+        "            take",
+    ),
+    (
+        "a stage is released in use before a turn",
+        "            multiply_wait<0>(sums);\n            if (slice > 0)",
+        "            if (slice > 0)",
+    ),
+    ("a stage is released twice", "if (slice > 0 && !is_turn)", "if (slice > 0)"),
+    (
+        "a turn is given before the one before it is answered",
+        "if (task != CLUSTER) take_turn<NEXT>();",
+        "",
+    ),
+    ("the first task waits for an answer", "if (task != CLUSTER) take", "take"),
+    (
+        "an answer comes after the last task",
+        "if (group == 1 && i + sizes.clusters < sizes.tasks) give",
+        "if (group == 1) give",
+    ),
+    (
+        "both turns are given at once",
+        "give_turn<MULTIPLY>();\n    }",
+        "give_turn<MULTIPLY>();\n        give_turn<STORE>();\n    }",
+    ),
+    ("a warpgroup stores before its turn", "if (TURNS && group == 1) take_turn<STORE>();", ""),
+    (
+        "buffers are given before they are read",
+        "                if (stores.thread == 0) store_wait_read<0>();\n",
+        "",
+    ),
+    (
+        "the oldest of the buffers in turn is not read",
+        "store_wait_read<BUFFERS - 2>()",
+        "store_wait_read<BUFFERS - 1>()",
+    ),
+    (
+        "buffers in turn are not waited for",
+        "        if (IN_TURN && thread == 0) store_wait_read<BUFFERS - 2>();\n",
+        "",
+    ),
+    (
+        "panels overwrite the buffers of the other warpgroup",
+        "            sync_consumers();\n            Store",
+        "            Store",
+    ),
+    (
+        "panels of both warpgroups share buffers",
+        "{own_buffers, group, opaque",
+        "{buffers, group, opaque",
+    ),
+    (
+        "panels are added before all parts are stored",
+        "== (u32)(groups * sizes.parts)) {",
+        "<= (u32)(groups * sizes.parts)) {",
+    ),
+    (
+        "sums for panels are not published",
+        "    thread_fence();\n    sync_group(thread / 128);",
+        "    sync_group(thread / 128);",
+    ),
+    (
+        "a part counts as stored before all threads have stored their sums",
+        "    sync_group(thread / 128);\n    if (thread",
+        "    if (thread",
+    ),
+    (
+        "sums for panels are not acquired",
+        "        thread_fence();\n        const int p =",
+        "        const int p =",
+    ),
+    (
+        "the next panel is told before all threads have read the last one",
+        "        // Before the word is written again.\n        sync_group(stores.group);\n",
+        "",
+    ),
+    (
+        "a panel is read before it is told",
+        "        sync_group(stores.group);\n        const int next",
+        "        const int next",
+    ),
+    (
+        "a panel is taken twice",
+        "atomic_add(counters.taken(tile), 1)",
+        "atomic_add(counters.taken(tile), 0)",
+    ),
+    (
+        "counters are not reset",
+        "    for (int i = 0; i <= 2 * cut; ++i) store_global(counters.arrived + i, 0u);\n",
+        "",
+    ),
+    ("the count of warpgroups is not reset", "i <= 2 * cut; ++i", "i < 2 * cut; ++i"),
+    (
+        "the first warpgroup resets the counters",
+        "(u32)(sizes.clusters * groups - 1)) return",
+        "0u) return",
+    ),
+    ("every thread counts as a warpgroup", "    if (stores.thread > 0) return;\n", ""),
+    (
+        "a warpgroup leaves its tile to others",
+        "CLUSTER < sizes.slots ? CLUSTER / sizes.parts : CLUSTER % cut",
+        "CLUSTER % cut",
+    ),
+    ("panels lack a part", "other < sizes.parts; ++other", "other < sizes.parts - 1; ++other"),
+    ("panels have the sums of one block", "stride + rank * (HEIGHT * T::WIDTH)", "stride"),
+    ("panels have the sums of one warpgroup", "group * 128 + stores.thread", "stores.thread"),
+    ("all panels of a warpgroup have the same sums", "p * (PANEL / 2) * CONSUMERS", "0"),
+    ("all cut tiles have the same panels", "tile * sizes.parts * stride", "0"),
+    (
+        "panels are stored in one place",
+        "task.column + p * PANEL, task.matrix, c,\n                    sizes.lower",
+        "task.column, task.matrix, c,\n                    sizes.lower",
+    ),
+    (
+        "panels of both blocks have the same rows",
+        "nullptr, sizes.cluster, rank, 0}",
+        "nullptr, sizes.cluster, 0, 0}",
+    ),
+    ("every warp counts as a warpgroup", "if (thread % 128 == 0) {", "if (thread % 32 == 0) {"),
+    (
+        "parts of several tiles share their sums",
+        "(u64)task.slot * block.cluster + block.rank",
+        "(u64)task.part * block.cluster + block.rank",
+    ),
+    (
+        "parts of both blocks share their sums",
+        "task.slot * block.cluster + block.rank) * (HEIGHT",
+        "task.slot * block.cluster) * (HEIGHT",
+    ),
+    ("all cut tiles count as one", "counters.stored(task.slot / task.parts)", "counters.stored(0)"),
+    (
+        "a block ends while the other one releases its stages",
+        "            block.wait_until_empty(entry + s);\n",
+        "",
+    ),
+    (
+        "a block ends while the other one releases its last stage",
+        "s < T::STAGES && thread",
+        "s < T::STAGES - 1 && thread",
+    ),
+    (
+        "a block ends before its panels are read",
+        "            if (own.thread == 0) store_wait_read<0>();\n",
+        "",
+    ),
+    (
+        "blocks that give up do not meet",
+        "if (GENERATION > 1 && sizes.patience == 0) {",
+        "if (GENERATION > 1) {",
+    ),
+    (
+        "panels add parts in another order",
+        "        for (int other = 1; other < sizes.parts; ++other) {\n            part += stride;",
+        "        part += sizes.parts * stride;\n        for (int other = 1; \
+         other < sizes.parts; ++other) {\n            part -= stride;",
+    ),
+];
+
 /// The least time of each check of a mutant, in seconds.
 const MUTANT_SECONDS: u32 = 5;
 
@@ -322,16 +515,13 @@ fn has_compiler() -> bool {
     is_there
 }
 
-/// Compiles the kernels of a folder for the emulator and runs their checks, each within a number of
-/// seconds.
-fn emulate(folder: &Path, dtype: &str, seconds: u32) -> (bool, String) {
+/// Compiles the kernels of a folder for the emulator, with definitions, and runs their checks, each
+/// within a number of seconds.
+fn emulate(folder: &Path, definitions: &[&str], seconds: u32) -> (bool, String) {
     let build = temporary_folder();
     let program = build.path().join("emulate");
     let mut compiler = Command::new("g++");
-    compiler.args(["-std=c++17", "-O1", "-DEMULATE"]);
-    if dtype == "f16" {
-        compiler.arg("-DTYPE_F16");
-    }
+    compiler.args(["-std=c++17", "-O1", "-DEMULATE"]).args(definitions);
     let (compiles, report) = run(compiler.arg(folder.join("emulate.cpp")).arg("-o").arg(&program));
     assert!(compiles, "{report}");
     run(Command::new(program).arg(seconds.to_string()))
@@ -378,10 +568,11 @@ fn emulated_kernels_are_exact() {
     if !has_compiler() {
         return;
     }
-    for dtype in DTYPES {
-        let (succeeds, report) = emulate(&kernels(), dtype, 60);
-        println!("{dtype}\n{report}");
-        assert!(succeeds, "{dtype}: {report}");
+    let definitions: [&[&str]; 2] = [&[], &["-DTYPE_F16"]];
+    for definitions in definitions {
+        let (succeeds, report) = emulate(&kernels(), definitions, 60);
+        println!("{definitions:?}\n{report}");
+        assert!(succeeds, "{definitions:?}: {report}");
     }
 }
 
@@ -392,13 +583,13 @@ fn mutants_are_found() {
     }
     let source = read(&kernels().join("product.cu"));
     let begin = Instant::now();
-    let (succeeds, report) = emulate(&kernels(), "bf16", 60);
+    let (succeeds, report) = emulate(&kernels(), &["-DONLY_GENERATION=2"], 60);
     assert!(succeeds, "{report}");
-    // A mistake that hangs is given what all checks of the right kernels take, so that a slow
-    // machine finds nothing else.
+    // A mistake that hangs is given what all checks of a generation take, so that a slow machine
+    // finds nothing else.
     let seconds = MUTANT_SECONDS.max(begin.elapsed().as_secs() as u32);
     let next = AtomicUsize::new(0);
-    let check = |(mistake, text, replacement): (&str, &str, &str)| {
+    let check = |generation: &str, (mistake, text, replacement): (&str, &str, &str)| {
         assert_eq!(source.matches(text).count(), 1, "{mistake}: occurrences of `{text}`");
         let folder = temporary_folder();
         for name in ["emulator.hpp", "emulate.cpp"] {
@@ -407,15 +598,21 @@ fn mutants_are_found() {
         }
         fs::write(folder.path().join("product.cu"), source.replace(text, replacement))
             .expect("the folder for temporary files is writable");
-        let (succeeds, report) = emulate(folder.path(), "bf16", seconds);
+        // The kernels of the other generation would take time to compile.
+        let (succeeds, report) = emulate(folder.path(), &[generation], seconds);
         assert!(!succeeds, "{mistake}, and nothing found it");
         println!("{mistake}: {}", report.lines().last().unwrap_or_default());
     };
+    let first = MUTANTS.map(|mutant| ("-DONLY_GENERATION=1", mutant));
+    let second = MUTANTS2.map(|mutant| ("-DONLY_GENERATION=2", mutant));
+    let mutants: Vec<_> = first.into_iter().chain(second).collect();
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                while let Some(mutant) = MUTANTS.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    check(*mutant);
+                while let Some((generation, mutant)) =
+                    mutants.get(next.fetch_add(1, Ordering::Relaxed))
+                {
+                    check(generation, *mutant);
                 }
             });
         }
@@ -429,13 +626,11 @@ fn ptx_is_up_to_date() {
     }
     let device = read(&kernels().join("device.cuh"));
     let source = read(&kernels().join("product.cu")).replace("#include \"device.cuh\"", &device);
-    for dtype in DTYPES {
-        let mut options = vec!["--gpu-architecture=compute_90a", "--std=c++17"];
-        if dtype == "f16" {
-            options.push("-DTYPE_F16");
-        }
+    for (name, definitions, _) in FILES {
+        let options = ["--gpu-architecture=compute_90a", "--std=c++17"];
+        let options = options.iter().chain(definitions).copied();
         let options = cudarc::nvrtc::CompileOptions {
-            options: options.into_iter().map(String::from).collect(),
+            options: options.map(String::from).collect(),
             ..Default::default()
         };
         let ptx = cudarc::nvrtc::compile_ptx_with_opts(&source, options);
@@ -447,8 +642,8 @@ fn ptx_is_up_to_date() {
             excused(format!("NVRTC 13.0, which writes the committed PTX; found `{release}`"));
             return;
         }
-        let committed = read(&kernels().join(format!("hopper_{dtype}.ptx")));
-        assert!(code(&ptx) == code(&committed), "hopper_{dtype}.ptx is old; run compile.py");
+        let committed = read(&kernels().join(format!("{name}.ptx")));
+        assert!(code(&ptx) == code(&committed), "{name}.ptx is old; run compile.py");
     }
 }
 
@@ -456,23 +651,24 @@ fn ptx_is_up_to_date() {
 fn machine_code_is_as_planned() {
     let Some(tools) = tools() else { return };
     let disassembler = tools.join("bin/nvdisasm");
-    for dtype in DTYPES {
+    for (file, _, product) in FILES {
         let folder = temporary_folder();
         let cubin = folder.path().join("hopper.cubin");
         let mut assembler = Command::new(tools.join("bin/ptxas"));
         assembler.args(["-v", "-arch=sm_90a", "-o"]).arg(&cubin);
-        let (succeeds, report) = run(assembler.arg(kernels().join(format!("hopper_{dtype}.ptx"))));
-        println!("{dtype}\n{report}");
+        let (succeeds, report) = run(assembler.arg(kernels().join(format!("{file}.ptx"))));
+        println!("{file}\n{report}");
         assert!(succeeds, "{report}");
         // ptxas reports serialized matrix instructions as a loss of performance.
         for words in ["warning", "Performance Loss", "serialized"] {
             assert!(!report.contains(words), "{report}");
         }
-        let products = MAX_REGISTERS
-            .map(|(width, most)| LAYOUTS.map(|layout| (format!("product_{width}_{layout}"), most)));
-        let most_of_sum = MAX_REGISTERS[0].1;
-        let sum = ("plus_identity".to_owned(), most_of_sum);
-        for (name, most) in products.into_iter().flatten().chain([sum]) {
+        let of_width = max_registers(product);
+        let products = of_width.iter().flat_map(|(width, most)| {
+            LAYOUTS.map(|layout| (format!("{product}_{width}_{layout}"), *most))
+        });
+        let sum = (product == "product").then(|| ("plus_identity".to_owned(), of_width[0].1));
+        for (name, most) in products.chain(sum) {
             let start = format!("Compiling entry function '{name}'");
             let (_, entry) = report.split_once(&start).unwrap_or_else(|| panic!("{name}"));
             let entry = entry.split("Compiling entry function").next().unwrap_or_default();
@@ -489,7 +685,7 @@ fn machine_code_is_as_planned() {
         assert!(succeeds, "{code}");
         let count = |instruction: &str| code.matches(instruction).count();
         // Four matrix instructions for each slice, in every layout.
-        for (width, _) in MAX_REGISTERS {
+        for (width, _) in of_width {
             let instructions = count(&format!(" HGMMA.64x{width}x16.F32"));
             assert!(instructions >= 4 * LAYOUTS.len(), "{width}: {instructions}");
         }

@@ -82,9 +82,10 @@ struct Numbers {
 // Thrown instead of a wait that never ends, by launches with patience.
 struct GivenUp {};
 
-// One launch of a product, with tiles of a number of columns.
-template <int WIDTH>
+// One launch of a product, with tiles of a kind.
+template <class T>
 struct Products {
+    static constexpr int WIDTH = T::WIDTH;
     using Sums = std::array<float, HEIGHT * WIDTH>;  // in rows
 
     Type type;
@@ -106,7 +107,7 @@ struct Products {
         const u32 blocks = sizes.clusters * sizes.cluster;
         REQUIRE(launch.block == (std::array<unsigned, 3>{THREADS, 1, 1}), LAUNCH_FAILED,
                 "a product with %u threads in a block", launch.block[0]);
-        REQUIRE(launch.shared >= Tile<WIDTH>::SHARED_BYTES, LAUNCH_FAILED,
+        REQUIRE(launch.shared >= T::SHARED_BYTES, LAUNCH_FAILED,
                 "a product with %u bytes of shared memory", launch.shared);
         REQUIRE(launch.grid == (std::array<unsigned, 3>{blocks, 1, 1}), LAUNCH_FAILED,
                 "a product of %u blocks in a grid of %u", blocks, launch.grid[0]);
@@ -151,7 +152,7 @@ struct Products {
         for (int cluster = 0; cluster < sizes.clusters; ++cluster) {
             for (int i = cluster; i < sizes.tasks; i += sizes.clusters) {
                 for (int rank = 0; rank < sizes.cluster; ++rank) {
-                    const Block<WIDTH> block = {nullptr, sizes.cluster, rank, sizes.patience};
+                    const Block<T> block = {nullptr, sizes.cluster, rank, sizes.patience};
                     const Task task = task_of(i, sizes, block);
                     multiply(task, sums);
                     scale(task, sums);
@@ -272,10 +273,10 @@ static void add_identity(const Launch &launch) {
     }
 }
 
-template <int WIDTH>
+template <class T>
 static void multiply(const Launch &launch, bool a_mn, bool b_mn) {
     try {
-        Products<WIDTH>(launch, a_mn, b_mn).run();
+        Products<T>(launch, a_mn, b_mn).run();
     } catch (const GivenUp &) {
         // The result is not written.
     }
@@ -287,14 +288,15 @@ bool run_native(const Launch &launch) {
         add_identity(launch);
         return true;
     }
+    // The generations have the same tasks. They count cut tiles in other ways, which only they see.
     for (const auto &[layout, a_mn, b_mn] :
          {std::tuple{"kk", false, false}, {"km", false, true}, {"mm", true, true}}) {
-        if (name == std::string("product_128_") + layout) {
-            multiply<128>(launch, a_mn, b_mn);
-            return true;
-        }
-        if (name == std::string("product_256_") + layout) {
-            multiply<256>(launch, a_mn, b_mn);
+        for (const auto &[beginning, multiply] : {std::pair{"product_128_", multiply<Narrow>},
+                                                  {"product_256_", multiply<Wide>},
+                                                  {"product2_128_", multiply<Narrow2>},
+                                                  {"product2_256_", multiply<Wide>}}) {
+            if (name != std::string(beginning) + layout) continue;
+            multiply(launch, a_mn, b_mn);
             return true;
         }
     }

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compiles product.cu to the committed PTX, with NVRTC 13.0.
+"""Compiles product.cu to the committed PTX, with NVRTC 13.0: a file for each type of elements and
+each generation of kernels.
 
 DISTMUON_CUDA_TOOLS names the folder with NVIDIA's tools (see CONTRIBUTING.md). With `--check`,
 only compares. Prints the report of ptxas.
@@ -14,6 +15,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TOOLS = Path(os.environ["DISTMUON_CUDA_TOOLS"])
+FILES = {
+    "hopper_bf16.ptx": ["-DONLY_GENERATION=1"],
+    "hopper_f16.ptx": ["-DONLY_GENERATION=1", "-DTYPE_F16"],
+    "hopper2_bf16.ptx": ["-DONLY_GENERATION=2"],
+    "hopper2_f16.ptx": ["-DONLY_GENERATION=2", "-DTYPE_F16"],
+}
 OPTIONS = ["--gpu-architecture=compute_90a", "--std=c++17"]
 
 
@@ -53,9 +60,9 @@ def code(ptx):
 
 def main():
     lib, differs = nvrtc(), False
-    for dtype in ["bf16", "f16"]:
-        ptx = compiled(lib, OPTIONS + ["-DTYPE_F16"] * (dtype == "f16"))
-        path = HERE / f"hopper_{dtype}.ptx"
+    for name, definitions in FILES.items():
+        ptx = compiled(lib, OPTIONS + definitions)
+        path = HERE / name
         if "--check" in sys.argv:
             same = path.exists() and code(path.read_text()) == code(ptx)
             print(f"{path.name}: {'up to date' if same else 'differs from the source'}")

@@ -92,6 +92,19 @@ DEVICE bool sync_consumers_or(bool own) {
     return any;
 }
 
+// Gives a turn to the other warpgroup, without a wait. What this one did before comes before what the
+// other one does once it has taken the turn.
+template <int TURN>
+DEVICE void give_turn() {
+    asm volatile("bar.arrive %0, 256;" ::"n"(4 + TURN) : "memory");
+}
+
+// Waits for a turn that the other warpgroup gives.
+template <int TURN>
+DEVICE void take_turn() {
+    asm volatile("bar.sync %0, 256;" ::"n"(4 + TURN) : "memory");
+}
+
 // Waits until the launch before this one, with which it may overlap, is complete, and its results
 // are visible.
 DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

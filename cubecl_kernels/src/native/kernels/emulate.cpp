@@ -2,7 +2,8 @@
 //
 //     g++ -std=c++17 -O1 -DEMULATE emulate.cpp && ./a.out [SECONDS]
 //
-// -DTYPE_F16 selects float16. Integers are exact. The program ends with 0 if all results are right;
+// -DTYPE_F16 selects float16, and -DONLY_GENERATION=2 the kernels of one generation, which take
+// less time. Integers are exact. The program ends with 0 if all results are right;
 // it stops at the first wrong one, and at a check that takes longer than SECONDS, otherwise 20.
 #include "product.cu"
 
@@ -82,15 +83,37 @@ struct Scale {
 // Several times as long as any wait.
 constexpr u32 PATIENCE = 2 * emulator::WHILE;
 
-// The columns of a tile, and the blocks of a cluster.
+// The columns of a tile, the blocks of a cluster, and the generation of the kernels.
 struct Shape {
-    int width, cluster;
+    int width, cluster, generation;
 };
-static const Shape SHAPES[] = {{128, 2}, {256, 2}, {128, 1}, {256, 1}};
+static const Shape SHAPES[] = {
+#if ONLY_GENERATION != 2
+    {128, 2, 1}, {256, 2, 1}, {128, 1, 1}, {256, 1, 1},
+#endif
+#if ONLY_GENERATION != 1
+    {128, 2, 2}, {256, 2, 2}, {128, 1, 2}, {256, 1, 2},
+#endif
+};
 
 // The first tiles of a batch, each of which is computed in parts.
 struct Cut {
     int tiles, parts;
+};
+
+typedef void (*Kernel)(TensorMap, TensorMap, TensorMap, TensorMap, Sizes, float *, u32 *);
+static const Kernel KERNELS[][3] = {
+#if ONLY_GENERATION == 2
+    {},
+    {},
+#else
+    {product_128_kk, product_128_km, product_128_mm},
+    {product_256_kk, product_256_km, product_256_mm},
+#endif
+#if ONLY_GENERATION != 1
+    {product2_128_kk, product2_128_km, product2_128_mm},
+    {product2_256_kk, product2_256_km, product2_256_mm},
+#endif
 };
 
 // The tiles of a matrix.
@@ -106,6 +129,14 @@ static int tiles_of(Shape shape, const Sizes &sizes) {
     return tiles;
 }
 
+// The least number of slices of all tasks that a warpgroup leaves for its turn.
+template <class T>
+static int least_left(const Sizes &sizes) {
+    int least = slices_left<T>(sizes);
+    for (int task = 0; task < sizes.tasks; ++task) least = min(least, slices_of(task, sizes));
+    return least;
+}
+
 // Launches a product, with cut tiles twice, with the same counters and the same result. There are
 // at least as many clusters as parts.
 static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const TensorMap (&maps)[4],
@@ -119,22 +150,26 @@ static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const Tenso
     sizes.tasks = c.batch * sizes.tiles - cut.tiles + slots;
     const size_t sums = (size_t)slots * shape.cluster * HEIGHT * shape.width;
     emulator::global.assign(sums, ~0u);
-    emulator::global.resize(sums + cut.tiles * shape.cluster, 0);
+    emulator::global.resize(sums + 2 * cut.tiles + 1, 0);
     float *partials = (float *)emulator::global.data();
     u32 *arrived = emulator::global.data() + sums;
-    const decltype(&product_128_kk) kernels[][3] = {
-        {product_128_kk, product_128_km, product_128_mm},
-        {product_256_kk, product_256_km, product_256_mm}};
-    const auto kernel = kernels[shape.width == 256][layout];
-    const u32 shared = shape.width == 256 ? Tile<256>::SHARED_BYTES : Tile<128>::SHARED_BYTES;
+    const bool second = shape.generation == 2, wide = shape.width == 256;
+    const Kernel kernel = KERNELS[2 * second + wide][layout];
+    const u32 narrow = second ? Narrow2::SHARED_BYTES : Narrow::SHARED_BYTES;
+    const u32 shared = wide ? Wide::SHARED_BYTES : narrow;
     std::vector<u16> previous;
     for (int i = 0; i < (cut.tiles ? 2 : 1); ++i) {
         c.data.assign(c.data.size(), 0x7fff);
-        const int least = std::max(slots, 1);
-        sizes.clusters = least + emulator::random(sizes.tasks - least + 1);
+        const int clusters = std::max(slots, 1);
+        sizes.clusters = clusters + emulator::random(sizes.tasks - clusters + 1);
         emulator::run_launch(sizes.clusters, shape.cluster, THREADS, shared, [=] {
             kernel(maps[0], maps[1], maps[2], maps[3], sizes, partials, arrived);
         });
+        // The second warpgroup has slices to multiply while the first one stores.
+        const int least = wide ? least_left<Wide>(sizes) : least_left<Narrow2>(sizes);
+        if (second && emulator::least_lead < least) {
+            emulator::fail("a warpgroup that does not leave its last slices");
+        }
         if (i > 0 && c.data != previous) emulator::fail("a result that two launches differ in");
         previous = c.data;
     }
@@ -181,8 +216,8 @@ static void check_product(Shape shape, Layout layout, Triangle triangle, int bat
            lower ? "lower" : "full", addend ? ", D" : "", cut.tiles, cut.parts);
 }
 
-// A result is the same to the last bit in any order of blocks. The first two of three parts
-// cancel, so that another order of the sums shows.
+// A result is the same to the last bit in any order of blocks, and in all generations: the first
+// two of three parts cancel, so that another order of the sums shows.
 static void check_order(Shape shape) {
     const int n = 136, third = 2 * DEPTH, k = 3 * third;
     Matrices a(1, n, k, false), b(1, k, n, true), c(1, n, n, false);
@@ -201,10 +236,17 @@ static void check_order(Shape shape) {
     const TensorMap maps[] = {a.map(HEIGHT), b.map(shape.width / MAX_CLUSTER), c.map(HEIGHT),
                               c.map(PANEL)};
     const Sizes sizes = {n, n, k, 1};
+    // What is left is the sum of the last part.
     std::vector<u16> expected;
+    for (int i = 0; i < n * n; ++i) {
+        float sum = 0;
+        for (int j = 2 * third; j < k; ++j) {
+            sum += emulator::widen(a.at(0, i / n, j)) * emulator::widen(b.at(0, j, i % n));
+        }
+        expected.push_back(emulator::round(sum));
+    }
     for (int i = 0; i < 3; ++i) {
         launch(KK, shape, sizes, {2, 3}, maps, c);
-        if (expected.empty()) expected = c.data;
         if (c.data != expected) emulator::fail("a result that depends on the order of blocks");
     }
     passed("parts in any order");
@@ -228,7 +270,7 @@ static void check_patience(Shape shape, int missing) {
 }
 
 // Every panel on and below the diagonal belongs to one tile, for 1 to 40 rows of tiles.
-template <int WIDTH>
+template <class T>
 static void check_tiles(int cluster, Triangle triangle) {
     for (int rows = 1; rows <= 40; ++rows) {
         const bool lower = triangle == LOWER;
@@ -240,15 +282,15 @@ static void check_tiles(int cluster, Triangle triangle) {
         const int height = cluster * HEIGHT;
         const int panels = (sizes.n + PANEL - 1) / PANEL;
         std::vector<int> seen((rows * 2 + 4) * (panels + 4));
-        for (int tile = 0; tile < tiles_of({WIDTH, cluster}, sizes); ++tile) {
+        for (int tile = 0; tile < tiles_of({T::WIDTH, cluster, 1}, sizes); ++tile) {
             int row, column;
-            tile_of<WIDTH>(tile, sizes, row, column);
-            if (row < 0 || row * height >= sizes.m || column < 0 || column * WIDTH >= sizes.n) {
+            tile_of<T>(tile, sizes, row, column);
+            if (row < 0 || row * height >= sizes.m || column < 0 || column * T::WIDTH >= sizes.n) {
                 emulator::fail("a tile outside");
             }
-            if (lower && column * WIDTH >= (row + 1) * height) emulator::fail("an idle tile");
+            if (lower && column * T::WIDTH >= (row + 1) * height) emulator::fail("an idle tile");
             for (int i = row * height / PANEL; i < (row + 1) * height / PANEL; ++i) {
-                for (int j = column * WIDTH / PANEL; j < (column + 1) * WIDTH / PANEL; ++j) {
+                for (int j = column * T::WIDTH / PANEL; j < (column + 1) * T::WIDTH / PANEL; ++j) {
                     ++seen[i * (panels + 4) + j];
                 }
             }
@@ -259,10 +301,11 @@ static void check_tiles(int cluster, Triangle triangle) {
             }
         }
     }
-    passed("tiles, %d columns, %d rows, %s", WIDTH, cluster * HEIGHT,
+    passed("tiles, %d columns, %d rows, %s", T::WIDTH, cluster * HEIGHT,
            triangle == LOWER ? "lower" : "full");
 }
 
+#if ONLY_GENERATION != 2
 static void check_plus_identity(int batch, int rows) {
     Matrices z = Matrices::integers(batch, rows, rows, false), sum(batch, rows, rows, false);
     const int blocks = (rows * rows / 8 + SUM_THREADS - 1) / SUM_THREADS;
@@ -279,6 +322,7 @@ static void check_plus_identity(int batch, int rows) {
     }
     passed("plus_identity, %d of %d x %d", batch, rows, rows);
 }
+#endif
 
 // Rounding takes every element to itself, and ties to even ones.
 static void check_elements() {
@@ -301,17 +345,20 @@ int main(int count, char **arguments) {
     signal(SIGALRM, timed_out);
     alarm(seconds);
     check_elements();
+#if ONLY_GENERATION != 2
     check_plus_identity(1, 8);
     check_plus_identity(2, 72);
     check_plus_identity(3, 136);
+#endif
     for (Triangle triangle : {FULL, LOWER}) {
-        check_tiles<128>(1, triangle);
-        check_tiles<128>(2, triangle);
-        check_tiles<256>(1, triangle);
-        check_tiles<256>(2, triangle);
+        check_tiles<Narrow>(1, triangle);
+        check_tiles<Narrow>(2, triangle);
+        check_tiles<Wide>(1, triangle);
+        check_tiles<Wide>(2, triangle);
     }
     for (Shape shape : SHAPES) {
-        printf("tiles of %d columns, clusters of %d\n", shape.width, shape.cluster);
+        printf("tiles of %d columns, clusters of %d, generation %d\n", shape.width, shape.cluster,
+               shape.generation);
         check_product(shape, KK, LOWER, 1, 128, 128, 64, {1, 0});
         check_product(shape, KK, LOWER, 1, 256, 256, 192, {2, -1});
         check_product(shape, KK, LOWER, 2, 200, 200, 72, {1, 3});

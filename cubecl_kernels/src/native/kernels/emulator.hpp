@@ -11,14 +11,17 @@
 //   of a block that has ended. A launch stores every element of its result once.
 // - The blocks of a cluster run at a time. Of a copy to several blocks, each receives its own.
 // - Clusters run one after the other in random order. What a thread stores in global memory is
-//   undefined for other blocks unless it executes `thread_fence`, and its block `atomic_add`
-//   afterwards; they see it after an `atomic_add` and a `thread_fence` of their own.
+//   undefined for other blocks unless it executes `thread_fence`, and its warpgroup, or one that it
+//   meets, `atomic_add` afterwards; they see it after an `atomic_add` and a `thread_fence` of their
+//   own.
 // - A launch overlaps with the one before it: global memory and matrices may not be accessed before
 //   a thread has executed `wait_for_launch_before`.
 //
 // If no thread can run and nothing is in flight, time passes for the threads that try a barrier. If
-// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the hardware decodes descriptors and tensor maps, and speed.
+// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the
+// hardware decodes descriptors and tensor maps, and speed.
 #pragma once
+#include <limits.h>
 #include <stdint.h>
 #include <ucontext.h>
 
@@ -32,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+using std::max;
 using std::min;
 typedef uint16_t u16;
 typedef uint32_t u32;
@@ -144,6 +148,13 @@ struct BarrierState {
     unsigned phase = 0;
 };
 
+// A turn that a warpgroup gives, for which the other one waits.
+struct Turn {
+    std::unordered_set<int> came;  // threads of both
+    unsigned round = 0;
+};
+constexpr int TURNS = 3;
+
 // A block of the cluster that runs. Threads see shared memory as `memory`, and the copy engine and
 // matrix instructions (the async proxy) as `async_memory`. Writes are numbered; of two writes to an
 // element, the later one is seen.
@@ -152,12 +163,19 @@ struct Block {
     u64 written[MEMORY_BYTES / 2];  // the last write to an element of `async_memory`
     std::unordered_map<u32, BarrierState> barriers;  // by address
     Meeting consumers, groups[2];
+    Turn turns[TURNS];
+    int commits[2];    // of matrix instructions, by each warpgroup
     bool gathered;     // in a meeting of the consumers
-    bool has_counted;  // it executed `atomic_add`
+    bool has_counted[2];  // a warpgroup executed `atomic_add`, or met the other one after it did
     int running;       // threads
+
+    // After a meeting of both warpgroups.
+    void share_count() { has_counted[0] = has_counted[1] = has_counted[0] || has_counted[1]; }
 };
 inline Block cluster_blocks[MAX_BLOCKS];
 inline u64 writes = 0;
+// The least number of commits by which a warpgroup that gives the first turn is ahead, in a launch.
+inline int least_lead;
 
 inline Block &block() { return cluster_blocks[rank()]; }
 
@@ -204,6 +222,7 @@ struct Coroutine {
     std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
     bool acquired;    // it executed `thread_fence` since the last `atomic_add` of its block
     bool is_ordered;  // it executed `wait_for_launch_before`
+    bool gave[TURNS];  // a turn, and has taken none since then
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
 inline Coroutine &current() { return coroutines[thread]; }
@@ -287,6 +306,20 @@ void together(Meeting &meeting, int size, const char *instruction, Work work) {
         wake(&meeting);
     } else {
         for (unsigned round = meeting.round; meeting.round == round;) wait_for(&meeting);
+    }
+}
+
+// Lets a thread come to a turn, which is over once all threads of both warpgroups have.
+inline void come(Turn &turn, bool waits) {
+    pause();
+    if (!turn.came.insert(thread).second) fail("a turn that is given or taken twice");
+    if (turn.came.size() == 256) {
+        turn.came.clear();
+        ++turn.round;
+        whiles = 0;
+        wake(&turn);
+    } else if (waits) {
+        for (unsigned round = turn.round; turn.round == round;) wait_for(&turn);
     }
 }
 
@@ -473,7 +506,9 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         memset(block.async_memory, 0xff, end);
         block.barriers.clear();
         block.consumers = block.groups[0] = block.groups[1] = Meeting();
-        block.gathered = block.has_counted = false;
+        for (Turn &turn : block.turns) turn = Turn();
+        block.commits[0] = block.commits[1] = 0;
+        block.gathered = block.has_counted[0] = block.has_counted[1] = false;
         block.running = threads;
     }
     whole = Meeting();
@@ -490,6 +525,7 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         c.unpublished.clear();
         c.unfenced.clear();
         c.acquired = c.is_ordered = false;
+        std::fill_n(c.gave, TURNS, false);
         getcontext(&c.context);
         c.context.uc_stack.ss_sp = c.stack.data();
         c.context.uc_stack.ss_size = STACK_BYTES;
@@ -528,6 +564,11 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         }
     }
     for (int t = 0; t < blocks * threads; ++t) publish(coroutines[t].unfenced, true);
+    for (int r = 0; r < blocks; ++r) {
+        for (const Turn &turn : cluster_blocks[r].turns) {
+            if (!turn.came.empty()) fail("a turn that is not taken");
+        }
+    }
     if (!transfers.empty()) fail("a block ends before its copies");
     for (const Warpgroup &group : groups) {
         if (!group.issued.empty() || !group.committed.empty()) {
@@ -546,6 +587,7 @@ void run_launch(int clusters, int size, int block_threads, u32 shared_bytes, con
     }
     stored_by.assign(global.size(), 0);
     stored.clear();
+    least_lead = INT_MAX;
     for (int x : order) run_cluster(x, size, block_threads, shared_bytes, body);
     publish(delayed, false);
 }
@@ -585,7 +627,8 @@ DEVICE void sync_group(int group) {
 }
 
 DEVICE void sync_consumers() {
-    emulator::together(emulator::block().consumers, 256, "sync_consumers", [] {});
+    emulator::Block &block = emulator::block();
+    emulator::together(block.consumers, 256, "sync_consumers", [&] { block.share_count(); });
 }
 
 DEVICE bool sync_consumers_or(bool own) {
@@ -595,8 +638,28 @@ DEVICE bool sync_consumers_or(bool own) {
     emulator::together(block.consumers, 256, "sync_consumers_or", [&] {
         results[emulator::rank()] = block.gathered;
         block.gathered = false;
+        block.share_count();
     });
     return results[emulator::rank()];
+}
+
+template <int TURN>
+DEVICE void give_turn() {
+    emulator::Block &block = emulator::block();
+    const int ahead = block.commits[0] - block.commits[1];
+    if (TURN == 0) emulator::least_lead = min(emulator::least_lead, ahead);
+    // The other warpgroup may not have taken the turn before, to which this one would then belong.
+    bool &gave = emulator::current().gave[TURN];
+    if (gave) emulator::fail("a turn before the other warpgroup has answered the last one");
+    gave = true;
+    emulator::come(block.turns[TURN], false);
+}
+
+template <int TURN>
+DEVICE void take_turn() {
+    // One turn answers all of the other warpgroup's.
+    std::fill_n(emulator::current().gave, emulator::TURNS, false);
+    emulator::come(emulator::block().turns[TURN], true);
 }
 
 DEVICE void wait_for_launch_before() {
@@ -728,10 +791,10 @@ DEVICE u32 atomic_add(u32 *p, u32 value) {
     emulator::pause();
     const size_t index = emulator::global_index(p);
     if (emulator::stored_by[index]) emulator::fail("a word that is added to after a store");
-    for (int t = 0; t < emulator::threads; ++t) {
-        emulator::coroutines[emulator::rank() * emulator::threads + t].acquired = false;
+    for (int t = 0; t < 128; ++t) {
+        emulator::coroutines[emulator::thread - THREAD % 128 + t].acquired = false;
     }
-    emulator::block().has_counted = true;
+    emulator::block().has_counted[THREAD / 128] = true;
     u32 old = emulator::global[index];
     emulator::global[index] += value;
     return old;
@@ -741,8 +804,9 @@ DEVICE void thread_fence() {
     emulator::pause();
     auto &own = emulator::current();
     // Blocks that run at the same time may read before a fence that follows the count.
-    emulator::publish(own.unfenced, emulator::block().has_counted);
-    own.acquired = emulator::block().has_counted;
+    const bool has_counted = emulator::block().has_counted[THREAD / 128];
+    emulator::publish(own.unfenced, has_counted);
+    own.acquired = has_counted;
 }
 
 // Returns an address in the shared memory of the cluster, which has the block's place above bit 23.
@@ -782,6 +846,7 @@ DEVICE void multiply(float (&sums)[COUNT], Descriptor a, Descriptor b) {
 
 DEVICE void multiply_commit() {
     with_group("wgmma.commit_group", [](auto &group) {
+        ++emulator::block().commits[THREAD / 128];
         group.committed.push_back(group.issued);
         group.issued.clear();
         if (group.committed.size() == 1 && emulator::random(3) == 0) execute_oldest(group);

@@ -15,6 +15,10 @@
 // the last to do so adds all of them and stores the tile. No block waits for others, except for
 // those of its cluster.
 //
+// There are two generations of products, with the same parameters, tiles and results. In the second
+// one, a block has a multiprocessor of its own, and its warpgroups take turns: one multiplies while
+// the other stores. All blocks add the sums of cut tiles, a panel at a time.
+//
 // A wait that never ends would keep the device from any other work. Launches that verify a device
 // therefore have patience: a block whose barrier takes longer gives up, ends, and leaves NaN.
 //
@@ -45,16 +49,19 @@ constexpr int D_WIDTH = 128;         // columns of D in a stage
 constexpr int ATOM_BYTES = 8 * 128;  // 8 swizzled rows, after which the swizzle repeats
 
 static_assert(THREADS == CONSUMERS + 32, "a warp loads for the consumers");
+static_assert(SUM_THREADS % 32 == 0, "warps are full");
 static_assert(CONSUMERS == HEIGHT / 64 * 128, "a warpgroup multiplies 64 rows");
 
-// The stages, buffers and registers of a block whose tiles have a number of columns.
-template <int WIDTH>
+// The stages, buffers and registers of a block whose tiles have a number of columns, of which a
+// multiprocessor has room for a number.
+template <int COLUMNS, int BLOCKS_OF_MULTIPROCESSOR>
 struct Tile {
+    static constexpr int WIDTH = COLUMNS;
     static constexpr int SUMS = WIDTH / 2;  // of a thread
-    // On a multiprocessor: of two blocks, one multiplies while the other stores. A block with
-    // larger tiles needs a multiprocessor of its own.
-    static constexpr int BLOCKS = 256 / WIDTH;
-    static constexpr int STAGES = WIDTH == 256 ? 4 : 3;  // slices in shared memory
+    // Of two blocks, one multiplies while the other stores. A block with larger tiles, or with more
+    // stages, needs a multiprocessor of its own.
+    static constexpr int BLOCKS = BLOCKS_OF_MULTIPROCESSOR;
+    static constexpr int STAGES = (WIDTH == 256 ? 4 : 6) / BLOCKS;  // slices in shared memory
     static constexpr int STAGE_BYTES = A_BYTES + WIDTH * DEPTH * 2;
     static constexpr int BUFFERS = 2 / BLOCKS;  // of every warpgroup, for panels to be stored
     static constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
@@ -70,12 +77,19 @@ struct Tile {
     static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "shared memory suffices");
 };
 
+// The tiles of both generations, by their columns.
+typedef Tile<128, 2> Narrow;
+typedef Tile<128, 1> Narrow2;
+typedef Tile<256, 1> Wide;
+
 // Dynamic shared memory of a block, by the columns of its tiles.
 constexpr int SHARED_BYTES_128 = 114752;
 constexpr int SHARED_BYTES_256 = 229456;
+constexpr int SHARED2_BYTES_128 = 229488;
 
-static_assert(Tile<128>::SHARED_BYTES == SHARED_BYTES_128, "the host knows the bytes");
-static_assert(Tile<256>::SHARED_BYTES == SHARED_BYTES_256, "the host knows the bytes");
+static_assert(Narrow::SHARED_BYTES == SHARED_BYTES_128, "the host knows the bytes");
+static_assert(Narrow2::SHARED_BYTES == SHARED2_BYTES_128, "the host knows the bytes");
+static_assert(Wide::SHARED_BYTES == SHARED_BYTES_256, "the host knows the bytes");
 
 struct Sizes {
     int m, n, k;
@@ -107,23 +121,25 @@ struct Task {
 
 // The shared memory of a block. Slices, and D, pass through its stages one after the other: the
 // first `STAGES` of these entries are the first to use a stage, and so on.
-template <int WIDTH>
+template <class T>
 struct Block {
     char *memory;
     int cluster, rank;  // the number of blocks, and the place of this one
     u32 patience;
 
-    DEVICE int stage(u32 entry) const { return (int)(entry % Tile<WIDTH>::STAGES); }
-    DEVICE u32 use(u32 entry) const { return entry / Tile<WIDTH>::STAGES; }
+    DEVICE int stage(u32 entry) const { return (int)(entry % T::STAGES); }
+    DEVICE u32 use(u32 entry) const { return entry / T::STAGES; }
     DEVICE char *at(u32 entry) const {
-        return memory + stage(entry) * Tile<WIDTH>::STAGE_BYTES;
+        return memory + stage(entry) * T::STAGE_BYTES;
     }
     DEVICE Barrier *full(u32 entry) const {
-        return (Barrier *)(memory + Tile<WIDTH>::BARRIERS_AT) + stage(entry);
+        return (Barrier *)(memory + T::BARRIERS_AT) + stage(entry);
     }
-    DEVICE Barrier *empty(u32 entry) const { return full(entry) + Tile<WIDTH>::STAGES; }
+    DEVICE Barrier *empty(u32 entry) const { return full(entry) + T::STAGES; }
     // A word, 1 once a thread of the block has given up to wait, otherwise 0.
-    DEVICE u32 *surrender() const { return (u32 *)(memory + Tile<WIDTH>::SURRENDER_AT); }
+    DEVICE u32 *surrender() const { return (u32 *)(memory + T::SURRENDER_AT); }
+    // A word of a warpgroup, which tells its threads which panel is the next one.
+    DEVICE u32 *panel(int group) const { return surrender() + 1 + group; }
     DEVICE bool has_given_up() const { return patience > 0 && load_shared(surrender()); }
     // Waits for a barrier, or until the block has given up, in which case it returns false.
     DEVICE bool wait(Barrier *barrier, u32 parity) const {
@@ -151,17 +167,17 @@ struct Block {
 
 // Finds a tile by its number among those of a matrix. Clusters that run at a time share rows and
 // columns in the L2 cache: they walk through `GROUP` rows of tiles column by column.
-template <int WIDTH>
+template <class T>
 DEVICE void tile_of(int tile, const Sizes &sizes, int &row, int &column) {
     const int halvings = sizes.cluster - 1, height = HEIGHT << halvings;
     const int rows = ((sizes.m + HEIGHT - 1) / HEIGHT + halvings) >> halvings;
-    const int columns = (sizes.n + WIDTH - 1) / WIDTH;
+    const int columns = (sizes.n + T::WIDTH - 1) / T::WIDTH;
     for (int first = 0;; first += GROUP) {
         const int end = min(first + GROUP, rows);
         // Columns that all rows of the group have: of a symmetric result, those that begin left of
         // the first row's end.
         int square = columns;
-        if (sizes.lower) square = min(columns, ((first + 1) * height + WIDTH - 1) / WIDTH);
+        if (sizes.lower) square = min(columns, ((first + 1) * height + T::WIDTH - 1) / T::WIDTH);
         if (tile < square * (end - first)) {
             row = first + tile % (end - first);
             column = tile / (end - first);
@@ -169,8 +185,8 @@ DEVICE void tile_of(int tile, const Sizes &sizes, int &row, int &column) {
         }
         tile -= square * (end - first);
         if (!sizes.lower) continue;
-        for (column = square; column < columns && column * WIDTH < end * height; ++column) {
-            row = column * (WIDTH / HEIGHT) >> halvings;
+        for (column = square; column < columns && column * T::WIDTH < end * height; ++column) {
+            row = column * (T::WIDTH / HEIGHT) >> halvings;
             if (tile < end - row) {
                 row += tile;
                 return;
@@ -191,8 +207,8 @@ DEVICE int slices_of(int number, const Sizes &sizes) {
     return first_slice(sizes, part + 1, sizes.parts) - first_slice(sizes, part, sizes.parts);
 }
 
-template <int WIDTH>
-DEVICE Task task_of(int number, const Sizes &sizes, const Block<WIDTH> &block) {
+template <class T>
+DEVICE Task task_of(int number, const Sizes &sizes, const Block<T> &block) {
     Task task;
     // Parts come first: their sums are added up while other blocks have tiles to multiply.
     const bool is_part = number < sizes.slots;
@@ -201,9 +217,9 @@ DEVICE Task task_of(int number, const Sizes &sizes, const Block<WIDTH> &block) {
     task.slot = number;
     task.parts = is_part ? sizes.parts : 1;
     task.part = is_part ? number % sizes.parts : 0;
-    tile_of<WIDTH>(tile % sizes.tiles, sizes, task.row, task.column);
+    tile_of<T>(tile % sizes.tiles, sizes, task.row, task.column);
     task.row = (task.row * block.cluster + block.rank) * HEIGHT;
-    task.column *= WIDTH;
+    task.column *= T::WIDTH;
     task.matrix = tile / sizes.tiles;
     task.first = first_slice(sizes, task.part, task.parts);
     task.slices = slices_of(number, sizes);
@@ -234,16 +250,17 @@ DEVICE void load_operand(char *to, const TensorMap &map, Barrier *full, int slic
     }
 }
 
-template <int WIDTH, bool A_MN, bool B_MN>
-DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &sizes, u32 &entry,
+template <class T, bool A_MN, bool B_MN>
+DEVICE void produce(const Block<T> &block, const Task &task, const Sizes &sizes, u32 &entry,
                     const TensorMap &a, const TensorMap &b, const TensorMap &d) {
-    constexpr int HALF = WIDTH / MAX_CLUSTER;  // columns of B that a block of a full cluster loads
+    // Columns of B that a block of a full cluster loads.
+    constexpr int HALF = T::WIDTH / MAX_CLUSTER;
     const int own = 1 << block.rank, all = (1 << block.cluster) - 1;
     for (int slice = task.first; slice < task.first + task.slices; ++slice, ++entry) {
         if (!block.wait_until_empty(entry)) return;
         char *to = block.at(entry);
         Barrier *full = block.full(entry);
-        barrier_expect(full, Tile<WIDTH>::STAGE_BYTES);
+        barrier_expect(full, T::STAGE_BYTES);
         load_operand<A_MN, HEIGHT>(to, a, full, slice, task.row, task.matrix, own);
         for (int half = block.rank; half < MAX_CLUSTER; half += block.cluster) {
             load_operand<B_MN, HALF>(to + A_BYTES + half * HALF * DEPTH * 2, b, full, slice,
@@ -251,7 +268,7 @@ DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &si
         }
     }
     if (!has_addend(task, sizes)) return;
-    for (int i = 0; i < WIDTH; i += D_WIDTH, ++entry) {
+    for (int i = 0; i < T::WIDTH; i += D_WIDTH, ++entry) {
         if (!block.wait_until_empty(entry)) return;
         Barrier *full = block.full(entry);
         barrier_expect(full, HEIGHT * D_WIDTH * 2);
@@ -274,18 +291,43 @@ DEVICE Descriptor advanced(Descriptor d, int bytes) {
     return d >> 32 << 32 | (u32)((u32)d + (bytes >> 4));
 }
 
+// The turns that the two warpgroups of a block give each other, one of each for every task.
+enum Turn {
+    MULTIPLY,  // to the second: the first one's instructions for all slices are in flight
+    STORE,     // to the second: what the first one stores has been read, so its buffers are free
+    NEXT       // to the first, but for the last task: the second one has used its turns
+};
+
+// The last slices of a task that the second warpgroup leaves until it has its turn: while the first
+// one stores, the second one multiplies them. The stages have room for no more and for D, which the
+// first one needs next.
+template <class T>
+DEVICE int slices_left(const Sizes &sizes) {
+    return T::STAGES - (sizes.addend ? T::WIDTH / D_WIDTH : 0);
+}
+
 // Multiplies all slices. A thread receives of every 8 columns two neighbors in one row, and two in
 // the row 8 below.
-template <int WIDTH, bool A_MN, bool B_MN>
-DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, int half,
-                            float (&sums)[Tile<WIDTH>::SUMS]) {
+template <bool TURNS, class T, bool A_MN, bool B_MN>
+DEVICE void multiply_slices(const Block<T> &block, const Sizes &sizes, int task, u32 &entry,
+                            int half, float (&sums)[T::SUMS]) {
     // Bytes between the panels of an MN-major operand; ignored for K-major ones.
     constexpr int A_LEADING = A_MN ? PANEL_BYTES : 16, B_LEADING = B_MN ? PANEL_BYTES : 16;
     // Bytes between the operands of two instructions: 16 rows of 128 bytes, or 16 elements.
     constexpr int A_STEP = A_MN ? STEP * 128 : STEP * 2, B_STEP = B_MN ? STEP * 128 : STEP * 2;
 #pragma unroll
-    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < T::SUMS; ++i) sums[i] = 0.0f;
+    const int slices = slices_of(task, sizes);
+    // The second warpgroup's first slice of those that it has left.
+    const int turn = half == 1 ? max(slices - slices_left<T>(sizes), 0) : slices;
     for (int slice = 0; slice < slices; ++slice, ++entry) {
+        const bool is_turn = TURNS && slice == turn;
+        if (is_turn) {
+            // What it has read may be overwritten while it waits.
+            multiply_wait<0>(sums);
+            if (slice > 0) block.release(entry - 1);
+            take_turn<MULTIPLY>();
+        }
         block.wait_until_full(entry);
         char *a = block.at(entry), *b = a + A_BYTES;
         // 64 rows of A are one panel of an MN-major operand, or half of a K-major one: as large.
@@ -299,25 +341,29 @@ DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, i
         multiply_commit();
         // One slice stays in flight; the one before it has been read.
         multiply_wait<1>(sums);
-        if (slice > 0) block.release(entry - 1);
+        if (slice > 0 && !is_turn) block.release(entry - 1);
+    }
+    if (TURNS && half == 0) {
+        if (task != CLUSTER) take_turn<NEXT>();
+        give_turn<MULTIPLY>();
     }
     multiply_wait<0>(sums);
     block.release(entry - 1);
 }
 
 // sums = alpha sums + beta D
-template <int WIDTH>
-DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend, u32 &entry,
-                  u32 thread, float (&sums)[Tile<WIDTH>::SUMS]) {
+template <class T>
+DEVICE void scale(const Block<T> &block, const Sizes &sizes, bool has_addend, u32 &entry,
+                  u32 thread, float (&sums)[T::SUMS]) {
     // What did not arrive makes the result NaN.
     const float alpha = block.has_given_up() ? NOT_A_NUMBER : sizes.alpha;
 #pragma unroll
-    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] *= alpha;
+    for (int i = 0; i < T::SUMS; ++i) sums[i] *= alpha;
     if (!has_addend) return;
     float beta = sizes.beta;
     const u32 row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < WIDTH / 8; ++i) {
+    for (int i = 0; i < T::WIDTH / 8; ++i) {
         if (i % (D_WIDTH / 8) == 0 && !block.wait_until_full(entry)) beta = NOT_A_NUMBER;
         const char *panel = block.at(entry) + i * 8 % D_WIDTH / PANEL * (HEIGHT * 128);
         const Pair upper = load_pair(panel + swizzled(row, 8 * i % PANEL + column));
@@ -338,12 +384,12 @@ DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend
 //
 // Every block of a part has `HEIGHT * WIDTH` sums in `partials`, of each thread one in `CONSUMERS`.
 // `arrived` counts the parts of the blocks' cut tiles, and is 0 before and after a launch.
-template <int WIDTH>
-DEVICE bool add_parts(const Block<WIDTH> &block, const Task &task, float *partials, u32 *arrived,
-                      int thread, float (&sums)[Tile<WIDTH>::SUMS]) {
-    constexpr int SUMS = Tile<WIDTH>::SUMS;
-    const u64 stride = (u64)block.cluster * (HEIGHT * WIDTH);  // from part to part
-    float *first = partials + block.rank * (HEIGHT * WIDTH) + thread;
+template <class T>
+DEVICE bool add_parts(const Block<T> &block, const Task &task, float *partials, u32 *arrived,
+                      int thread, float (&sums)[T::SUMS]) {
+    constexpr int SUMS = T::SUMS;
+    const u64 stride = (u64)block.cluster * (HEIGHT * T::WIDTH);  // from part to part
+    float *first = partials + block.rank * (HEIGHT * T::WIDTH) + thread;
     float *own = first + task.slot * stride;
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) store_global(own + i * CONSUMERS, sums[i]);
@@ -372,23 +418,25 @@ DEVICE bool add_parts(const Block<WIDTH> &block, const Task &task, float *partia
     return true;
 }
 
-// The panels that a warpgroup stores, one after the other.
-template <int WIDTH>
+// The panels that a warpgroup stores, one after the other: through a number of buffers, which are
+// free at first if it has them in turn with the other one.
+template <int BUFFERS, bool IN_TURN>
 struct Store {
     char *buffers;
     int group;   // of the two warpgroups
     int thread;  // of the warpgroup
     u32 panels;  // so far
 
-    DEVICE char *buffer() const {
-        return buffers + panels % Tile<WIDTH>::BUFFERS * PANEL_BYTES;
-    }
+    DEVICE char *buffer() const { return buffers + panels % BUFFERS * PANEL_BYTES; }
     // Waits until the copy engine has read what was in the buffer.
     DEVICE void begin() const {
-        if (thread == 0) store_wait_read<Tile<WIDTH>::BUFFERS - 1>();
+        if (IN_TURN) return;
+        if (thread == 0) store_wait_read<BUFFERS - 1>();
         sync_group(group);
     }
     DEVICE void end(const TensorMap &c, int row, int column, int matrix) {
+        // The meeting then tells all threads that the next buffer is free.
+        if (IN_TURN && thread == 0) store_wait_read<BUFFERS - 2>();
         // The copy engine reads what every thread wrote before its fence.
         fence_async();
         sync_group(group);
@@ -428,57 +476,148 @@ DEVICE void write_below_diagonal(char *to, u32 warp, u32 lane, const float *sums
     }
 }
 
-// Stores a warpgroup's 64 rows of a tile.
-template <int WIDTH>
-DEVICE void store(Store<WIDTH> &store, const Task &task, const TensorMap &c, bool lower,
-                  const float (&sums)[Tile<WIDTH>::SUMS]) {
-    const int row = task.row + store.group * PANEL;
-#pragma unroll
-    for (int p = 0; p < WIDTH / PANEL; ++p) {
-        const u32 thread = opaque(store.thread), warp = thread / 32, lane = thread % 32;
-        const int column = task.column + p * PANEL;
-        const float *panel = &sums[p * PANEL / 2];
-        if (lower && column > row) continue;
-        store.begin();
-        if (lower && column == row) {
-            // Above the diagonal, the mirror image: the result is exactly symmetric.
-#pragma unroll
-            for (u32 s = 0; s < 4; ++s) {
-                write_square<true>(store.buffer(), warp, lane, s, panel + 8 * s);
-            }
-            sync_group(store.group);
-        }
-#pragma unroll
-        for (u32 s = 0; s < 4; ++s) {
-            if (lower && column == row && s == warp) {
-                write_below_diagonal(store.buffer(), warp, lane, panel + 8 * s);
-            } else if (!lower || column < row || s < warp) {
-                write_square<false>(store.buffer(), warp, lane, s, panel + 8 * s);
-            }
-        }
-        store.end(c, row, column, task.matrix);
-        if (!lower || column == row) continue;
-        store.begin();
+// Stores a panel of the result, and its mirror image.
+template <int BUFFERS, bool IN_TURN>
+DEVICE void store_panel(Store<BUFFERS, IN_TURN> &store, int row, int column, int matrix,
+                        const TensorMap &c, bool lower, const float *panel) {
+    const u32 thread = opaque(store.thread), warp = thread / 32, lane = thread % 32;
+    if (lower && column > row) return;
+    store.begin();
+    if (lower && column == row) {
+        // Above the diagonal, the mirror image: the result is exactly symmetric.
 #pragma unroll
         for (u32 s = 0; s < 4; ++s) {
             write_square<true>(store.buffer(), warp, lane, s, panel + 8 * s);
         }
-        store.end(c, column, row, task.matrix);
+        sync_group(store.group);
+    }
+#pragma unroll
+    for (u32 s = 0; s < 4; ++s) {
+        if (lower && column == row && s == warp) {
+            write_below_diagonal(store.buffer(), warp, lane, panel + 8 * s);
+        } else if (!lower || column < row || s < warp) {
+            write_square<false>(store.buffer(), warp, lane, s, panel + 8 * s);
+        }
+    }
+    store.end(c, row, column, matrix);
+    if (!lower || column == row) return;
+    store.begin();
+#pragma unroll
+    for (u32 s = 0; s < 4; ++s) {
+        write_square<true>(store.buffer(), warp, lane, s, panel + 8 * s);
+    }
+    store.end(c, column, row, matrix);
+}
+
+// Stores a warpgroup's 64 rows of a tile.
+template <class T, int BUFFERS, bool IN_TURN>
+DEVICE void store(Store<BUFFERS, IN_TURN> &store, const Task &task, const TensorMap &c, bool lower,
+                  const float (&sums)[T::SUMS]) {
+    const int row = task.row + store.group * PANEL;
+#pragma unroll
+    for (int p = 0; p < T::WIDTH / PANEL; ++p) {
+        store_panel(store, row, task.column + p * PANEL, task.matrix, c, lower,
+                    &sums[p * PANEL / 2]);
     }
 }
 
-template <int WIDTH, bool A_MN, bool B_MN>
+// The second generation's counters for cut tiles, in `arrived`. They are 0 before and after a
+// launch.
+struct Counters {
+    u32 *arrived;
+
+    // Warpgroups that have stored the sums of their part of a tile.
+    DEVICE u32 *stored(int tile) const { return arrived + 2 * tile; }
+    // Panels of the tile that a warpgroup has taken to add the sums of all parts.
+    DEVICE u32 *taken(int tile) const { return arrived + 2 * tile + 1; }
+    // Warpgroups of the launch that take no more, after the counters of all cut tiles.
+    DEVICE u32 *done(int cut) const { return arrived + 2 * cut; }
+};
+
+// Stores the sums of a part for `add_panels`. Every block of a part has `HEIGHT * WIDTH` of them in
+// `partials`, of each thread one in `CONSUMERS`.
+template <class T>
+DEVICE void store_part(const Block<T> &block, const Task &task, float *partials,
+                       const Counters &counters, int thread, const float (&sums)[T::SUMS]) {
+    float *own = partials + ((u64)task.slot * block.cluster + block.rank) * (HEIGHT * T::WIDTH);
+    own += thread;
+#pragma unroll
+    for (int i = 0; i < T::SUMS; ++i) store_global(own + i * CONSUMERS, sums[i]);
+    // A warpgroup that sees the count sees the sums of all threads.
+    thread_fence();
+    sync_group(thread / 128);
+    if (thread % 128 == 0) {
+        // For what the meeting before has passed on.
+        thread_fence();
+        atomic_add(counters.stored(task.slot / task.parts), 1);
+    }
+}
+
+// Adds the sums of all parts of cut tiles, always in the same order, and stores them. Warpgroups do
+// so once they have nothing else to do, and take one panel of a tile after the other. None waits
+// for parts: a tile that lacks some is left to the warpgroup that stores the last of them.
+template <class T>
+DEVICE void add_panels(const Block<T> &block, const Sizes &sizes, const TensorMap &c,
+                       const float *partials, const Counters &counters,
+                       Store<T::BUFFERS, false> &stores) {
+    constexpr int PANELS = T::WIDTH / PANEL, GROUPS = CONSUMERS / 128;
+    // Behind `opaque`, for the reason of `product`.
+    const int cut = opaque(sizes.slots) / sizes.parts;
+    const int groups = sizes.cluster * GROUPS, panels = groups * PANELS;  // of a tile
+    const u64 stride = (u64)sizes.cluster * (HEIGHT * T::WIDTH);            // from part to part
+    // Its own tile, if it has stored a part: one of these is the last.
+    const int tile = CLUSTER < sizes.slots ? CLUSTER / sizes.parts : CLUSTER % cut;
+    for (;;) {
+        if (stores.thread == 0) {
+            u32 next = panels;
+            if (atomic_add(counters.stored(tile), 0) == (u32)(groups * sizes.parts)) {
+                next = atomic_add(counters.taken(tile), 1);
+            }
+            // For what the meeting passes on.
+            thread_fence();
+            store_shared(block.panel(stores.group), next);
+        }
+        sync_group(stores.group);
+        const int next = load_shared(block.panel(stores.group));
+        // Before the word is written again.
+        sync_group(stores.group);
+        if (next >= panels) break;
+        thread_fence();
+        const int p = next % PANELS, group = next / PANELS % GROUPS, rank = next / PANELS / GROUPS;
+        const float *part = partials + tile * sizes.parts * stride + rank * (HEIGHT * T::WIDTH);
+        part += p * (PANEL / 2) * CONSUMERS + group * 128 + stores.thread;
+        float sums[PANEL / 2];
+#pragma unroll
+        for (int i = 0; i < PANEL / 2; ++i) sums[i] = load_global(part + i * CONSUMERS);
+#pragma unroll 2
+        for (int other = 1; other < sizes.parts; ++other) {
+            part += stride;
+#pragma unroll
+            for (int i = 0; i < PANEL / 2; ++i) sums[i] += load_global(part + i * CONSUMERS);
+        }
+        const Block<T> of = {nullptr, sizes.cluster, rank, 0};
+        const Task task = task_of(tile * sizes.parts, sizes, of);
+        store_panel(stores, task.row + group * PANEL, task.column + p * PANEL, task.matrix, c,
+                    sizes.lower, sums);
+    }
+    if (stores.thread > 0) return;
+    // The last warpgroup resets the counters for the next launch.
+    if (atomic_add(counters.done(cut), 1) != (u32)(sizes.clusters * groups - 1)) return;
+    for (int i = 0; i <= 2 * cut; ++i) store_global(counters.arrived + i, 0u);
+}
+
+template <int GENERATION, class T, bool A_MN, bool B_MN>
 DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, const TensorMap &c,
                     const Sizes &sizes, float *partials, u32 *arrived) {
     DYNAMIC_SHARED(shared);
     const int thread = THREAD;
-    const Block<WIDTH> block = {shared, sizes.cluster, CLUSTER_RANK, sizes.patience};
+    const Block<T> block = {shared, sizes.cluster, CLUSTER_RANK, sizes.patience};
     if (thread == CONSUMERS) {
         for (const TensorMap *map : {&a, &b, &d, &c}) prefetch_map(map);
     }
 
     if (thread == 0) {
-        for (int s = 0; s < Tile<WIDTH>::STAGES; ++s) {
+        for (int s = 0; s < T::STAGES; ++s) {
             barrier_init(block.full(s), 1);
             barrier_init(block.empty(s), CONSUMERS / 32 * block.cluster);
         }
@@ -494,46 +633,74 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
     if (thread >= CONSUMERS) {
         for (int i = CLUSTER; i < sizes.tasks && thread == CONSUMERS; i += sizes.clusters) {
             const Task task = task_of(i, sizes, block);
-            produce<WIDTH, A_MN, B_MN>(block, task, sizes, entry, a, b, d);
+            produce<T, A_MN, B_MN>(block, task, sizes, entry, a, b, d);
         }
     } else {
         const int group = thread / 128;
-        char *buffers = shared + Tile<WIDTH>::BUFFERS_AT;
-        buffers += group * Tile<WIDTH>::BUFFERS * PANEL_BYTES;
-        Store<WIDTH> stores = {buffers, group, thread % 128, 0};
+        constexpr bool TURNS = GENERATION > 1;
+        char *buffers = shared + T::BUFFERS_AT;
+        char *own_buffers = buffers + group * T::BUFFERS * PANEL_BYTES;
+        constexpr int BUFFERS = TURNS ? CONSUMERS / 128 * T::BUFFERS : T::BUFFERS;
+        Store<BUFFERS, TURNS> stores = {TURNS ? buffers : own_buffers, group, thread % 128, 0};
         for (int i = CLUSTER; i < sizes.tasks; i += sizes.clusters) {
-            float sums[Tile<WIDTH>::SUMS];
-            multiply_slices<WIDTH, A_MN, B_MN>(block, slices_of(i, sizes), entry, group, sums);
+            float sums[T::SUMS];
+            multiply_slices<TURNS, T, A_MN, B_MN>(block, sizes, i, entry, group, sums);
             // Behind `opaque`, places are computed anew for each tile. Otherwise the compiler keeps
             // them in registers while slices are multiplied, and spills others.
             const Task task = task_of(opaque(i), sizes, block);
             scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
+            if (TURNS && group == 1) take_turn<STORE>();
             bool stores_tile = true;
-            if (task.parts > 1) {
+            if (task.parts > 1 && TURNS) {
+                store_part(block, task, partials, {arrived}, opaque(thread), sums);
+                stores_tile = false;
+            } else if (task.parts > 1) {
                 stores_tile = add_parts(block, task, partials, arrived, opaque(thread), sums);
             }
-            if (stores_tile) store(stores, task, c, sizes.lower, sums);
+            if (stores_tile) store<T>(stores, task, c, sizes.lower, sums);
+            if (TURNS) {
+                if (stores.thread == 0) store_wait_read<0>();
+                if (group == 0) give_turn<STORE>();
+                if (group == 1 && i + sizes.clusters < sizes.tasks) give_turn<NEXT>();
+            }
         }
-        if (stores.thread == 0) store_finish();
+        if (TURNS && sizes.slots > 0) {
+            // The other warpgroup may have all buffers.
+            sync_consumers();
+            Store<T::BUFFERS, false> own = {own_buffers, group, opaque(thread) % 128, 0};
+            add_panels(block, sizes, c, partials, {arrived}, own);
+            // The end of a launch waits for all stores, so a block waits only until they are read.
+            if (own.thread == 0) store_wait_read<0>();
+        }
+        if (stores.thread == 0 && !TURNS) store_finish();
     }
-    // The other block of the cluster may still write to this one's memory and barriers.
+    // The other block of the cluster may still write to this one's memory and barriers. The last
+    // that it does is to release stages; but a block that gives up may not have filled them.
+    if (GENERATION > 1 && sizes.patience == 0) {
+        for (int s = 0; s < T::STAGES && thread == CONSUMERS; ++s) {
+            block.wait_until_empty(entry + s);
+        }
+        return;
+    }
     sync_cluster();
 }
 
-#define PRODUCT(NAME, WIDTH, A_MN, B_MN)                                                      \
-    ENTRY BOUNDS(THREADS, Tile<WIDTH>::BLOCKS) NAME(                                          \
+#define PRODUCT(NAME, GENERATION, TILE, A_MN, B_MN)                                           \
+    ENTRY BOUNDS(THREADS, TILE::BLOCKS) NAME(                                                 \
         const CONSTANT TensorMap a, const CONSTANT TensorMap b, const CONSTANT TensorMap d,   \
         const CONSTANT TensorMap c, const CONSTANT Sizes sizes, float *partials,              \
         u32 *arrived) {                                                                       \
-        product<WIDTH, A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);                     \
+        product<GENERATION, TILE, A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);          \
     }
 
-PRODUCT(product_128_kk, 128, false, false)
-PRODUCT(product_128_km, 128, false, true)
-PRODUCT(product_128_mm, 128, true, true)
-PRODUCT(product_256_kk, 256, false, false)
-PRODUCT(product_256_km, 256, false, true)
-PRODUCT(product_256_mm, 256, true, true)
+// A file with PTX has the kernels of one generation, so that no driver compiles those of another.
+#if ONLY_GENERATION != 2
+PRODUCT(product_128_kk, 1, Narrow, false, false)
+PRODUCT(product_128_km, 1, Narrow, false, true)
+PRODUCT(product_128_mm, 1, Narrow, true, true)
+PRODUCT(product_256_kk, 1, Wide, false, false)
+PRODUCT(product_256_km, 1, Wide, false, true)
+PRODUCT(product_256_mm, 1, Wide, true, true)
 
 // sum = z + I for every matrix of a batch, added in float32. `rows` is a multiple of 8, at most
 // 185,000, so that a thread's number has 32 bits.
@@ -554,3 +721,13 @@ ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows)
     }
     sum[at] = eight;
 }
+#endif
+
+#if ONLY_GENERATION != 1
+PRODUCT(product2_128_kk, 2, Narrow2, false, false)
+PRODUCT(product2_128_km, 2, Narrow2, false, true)
+PRODUCT(product2_128_mm, 2, Narrow2, true, true)
+PRODUCT(product2_256_kk, 2, Wide, false, false)
+PRODUCT(product2_256_km, 2, Wide, false, true)
+PRODUCT(product2_256_mm, 2, Wide, true, true)
+#endif
