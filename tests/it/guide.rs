@@ -1,5 +1,6 @@
 //! Claims of the guide that its programs alone do not show.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 
@@ -20,6 +21,7 @@ use distmuon::{
 };
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::largest_difference;
+use regex::Regex;
 
 fn device() -> Device {
     Device::default().autodiff()
@@ -161,6 +163,43 @@ fn sources(folder: &Path, all: &mut String) {
             all.push_str(&fs::read_to_string(&path).expect("a source"));
         }
     }
+}
+
+/// The neighbouring words of a text, piece by piece: what stands for other values ends a piece.
+fn pairs(text: &str) -> Vec<[String; 2]> {
+    let values = Regex::new(r"`[^`]*`|\.\.\.|[0-9][0-9.a-z]*|\([^)]*\)|\[[^\]]*\]").unwrap();
+    let word = Regex::new(r"[A-Za-z'_-]+").unwrap();
+    let of_piece = |piece: &str| {
+        let words: Vec<String> = word.find_iter(piece).map(|word| word.as_str().into()).collect();
+        words.windows(2).map(|pair| [pair[0].clone(), pair[1].clone()]).collect::<Vec<_>>()
+    };
+    values.split(text).flat_map(of_piece).collect()
+}
+
+/// By pairs of words, since a program puts names and numbers between them.
+#[test]
+fn the_errors_that_the_page_on_troubleshooting_quotes_are_those_of_the_sources() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut all = String::new();
+    ["src", "cubecl_kernels/src"].iter().for_each(|name| sources(&root.join(name), &mut all));
+    let joined = Regex::new(r"\\\n\s*").unwrap().replace_all(&all, "");
+    let words: Vec<&str> =
+        Regex::new(r"[A-Za-z'_-]+").unwrap().find_iter(&joined).map(|word| word.as_str()).collect();
+    let said: HashSet<[&str; 2]> = words.windows(2).map(|pair| [pair[0], pair[1]]).collect();
+    let quote = Regex::new(r"``\s?(.+?)\s?``|`([^`]+)`").unwrap();
+    let (mut found, mut total) = (0, 0);
+    for row in include_str!("../../docs/guide/troubleshooting.md").lines() {
+        let Some(row) = row.strip_prefix("| ") else { continue };
+        let cell = row.split(" | ").next().expect("a row has cells");
+        for quoted in quote.captures_iter(cell) {
+            let quoted = quoted.get(1).or(quoted.get(2)).expect("one of both").as_str();
+            let pairs = pairs(quoted);
+            let known = pairs.iter().filter(|[a, b]| said.contains(&[a.as_str(), b])).count();
+            assert!(2 * known >= pairs.len(), "no error says {quoted}");
+            (found, total) = (found + known, total + pairs.len());
+        }
+    }
+    assert!(total > 200 && found * 20 > total * 19, "{found} of {total}");
 }
 
 #[test]
