@@ -1297,11 +1297,18 @@ fn a_division_and_a_step_are_linear_in_the_ranks() {
     ];
     for (name, layout) in layouts {
         OfManyRanks::new(8, layout); // libraries
+        // Other work on the machine may disturb one of them.
+        let least_times = |ranks: usize, first: [f64; 2]| {
+            (0..2)
+                .map(|_| OfManyRanks::new(ranks, layout).times)
+                .fold(first, |least, times| [least[0].min(times[0]), least[1].min(times[1])])
+        };
         let few = OfManyRanks::new(64, layout);
-        let mut before = few.times;
+        let mut before = least_times(64, few.times);
         for ranks in [512, 4096] {
             let many = OfManyRanks::new(ranks, layout);
             let OfManyRanks { numbers, held, peak, times } = many;
+            let times = least_times(ranks, times);
             // As in `host_times_of_calls_are_linear_in_the_ranks`.
             for (seconds, on_an_eighth) in times.into_iter().zip(before) {
                 let most = 24.0 * on_an_eighth;

@@ -202,7 +202,7 @@ impl PreparedProgram {
     }
 
     /// Numbers that no other program has, as a key.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code))]
+    #[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code))]
     pub fn words(&self) -> &[u64] {
         &self.0.words
     }

@@ -239,7 +239,8 @@ impl Optimizer for Elementwise {
         device: &Device,
     ) -> ElementwiseState<D> {
         // Burn asks for the device in every step.
-        let flag = state.flag.map(|flag| flag.to_device(device));
+        // On another device, the next step makes zeros.
+        let flag = state.flag.filter(|flag| flag.device() == *device);
         ElementwiseState { slots: state.slots.to_device(device), flag, ..state }
     }
 }

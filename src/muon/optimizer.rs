@@ -346,7 +346,8 @@ impl Optimizer for Muon {
 
     fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {
         // Burn asks for the device in every step.
-        let flag = state.flag.map(|flag| flag.to_device(device));
+        // On another device, the next step makes zeros.
+        let flag = state.flag.filter(|flag| flag.device() == *device);
         MuonState { slots: state.slots.to_device(device), flag, ..state }
     }
 }

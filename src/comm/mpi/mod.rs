@@ -58,8 +58,11 @@ impl Mpi {
         let world = library.universe.world().duplicate();
         let (rank, size) = (world.rank() as usize, world.size() as usize);
         if (rank, size) != (launch.rank, launch.world_size) {
-            // Other ranks may be right, and would wait for this one at the end.
-            library.abandon();
+            // Other ranks may be right, and would wait for this one at the end, unless an earlier
+            // world of theirs ends MPI.
+            if Arc::strong_count(&library) == 1 {
+                library.abandon();
+            }
             return Err(Error::Launch {
                 variable: "the rank".into(),
                 value: format!("{} of {}", launch.rank, launch.world_size),

@@ -133,7 +133,6 @@ pub const IN_PROCESS: &[Case] = cases![
     a_weight_is_gathered_for_each_of_its_uses,
     a_whole_model_is_gathered_one_parameter_after_the_other,
     dropped_passes_hold_what_the_guide_says,
-    gradients_on_their_way_stay_within_the_limit_of_the_guide,
     an_iteration_sends_what_the_guide_says,
     gradients_of_micro_batches_are_reduced_once,
     reports_of_a_divided_model_send_nothing,

@@ -460,6 +460,29 @@ fn a_batch_is_bit_equal_to_its_single_matrices() {
     }
 }
 
+/// Burn takes both devices for equal, and kernels run without autodiff only.
+#[test]
+fn plans_for_devices_with_autodiff_and_without_are_not_mixed_up() {
+    let plain = Device::default();
+    let devices = [plain.clone().autodiff(), plain.clone()];
+    let path = |iteration: &NewtonSchulz, device: &Device| {
+        iteration.explain_shape([6, 9], DType::F32, device).path
+    };
+    let expected = devices.each_ref().map(|device| path(&default_iteration(), device));
+    let x = Tensor::<3>::random([2, 6, 9], Distribution::Default, (&plain, DType::F32));
+    let result = bits(&default_iteration().orthogonalize(x.clone()));
+    for order in [[0, 1], [1, 0]] {
+        let iteration = default_iteration();
+        for device in order {
+            assert_eq!(path(&iteration, &devices[device]), expected[device], "{order:?}");
+        }
+        assert!(bits(&iteration.orthogonalize(x.clone())) == result, "{order:?}");
+        let leaf = Tensor::<3>::from_inner(x.clone()).require_grad();
+        let gradients = iteration.orthogonalize(leaf.clone()).square().sum().backward();
+        assert!(leaf.grad(&gradients).is_some(), "{order:?}");
+    }
+}
+
 #[test]
 fn a_bad_matrix_does_not_spoil_its_batch() {
     let device = Device::default();
