@@ -1134,14 +1134,6 @@ fn tables_and_stacks_are_divided_and_loaded_one_by_one() {
     }
 }
 
-/// The bytes that all ranks hold at a place which all of them have reached.
-fn held(together: &Barrier) -> usize {
-    together.wait();
-    let bytes = ALLOCATOR.current_usage();
-    together.wait();
-    bytes
-}
-
 /// The bytes of an average of a divided model's weights, on all ranks.
 fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout) -> usize {
     let together = Barrier::new(ranks);
@@ -1150,14 +1142,14 @@ fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout) -> usize {
         let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());
         let model = layout.shard(Stacked::new(world.device()))?;
         world.comm().barrier()?;
-        let before = held(&together);
+        let before = usage_of_ranks(&together);
         let mut average = model.clone();
         for _ in 0..3 {
             average = layout.average(average, &model, 0.9)?;
         }
         average = layout.map_elements(average, |_, values| values.clamp(-0.5, 0.5));
         world.comm().barrier()?;
-        let after = held(&together);
+        let after = usage_of_ranks(&together);
         drop((average, model));
         Ok::<_, Error>(after.saturating_sub(before))
     });
@@ -1399,7 +1391,7 @@ fn growth_of_evaluations(layout: fn(&Mesh) -> Layout) -> usize {
         let evaluated = model.valid();
         let evaluate = |passes: usize| {
             (0..passes).for_each(|_| drop(evaluated.output()));
-            held(&together)
+            usage_of_ranks(&together)
         };
         // Calls are kept one by one until there are 16,384, here by four of each pass.
         let before = evaluate(6_000);
@@ -1462,11 +1454,11 @@ fn passes_hold_what_their_reports_say() {
             };
             // Libraries, and the depths of the graph.
             layout.backward(&loss(true), &model)?;
-            let before = held(&together);
+            let before = usage_of_ranks(&together);
             let states = |when| {
                 let memory = optim.memory();
                 let reported = memory.gathered.now + memory.in_flight.now;
-                (when, held(&together).saturating_sub(before), reported)
+                (when, usage_of_ranks(&together).saturating_sub(before), reported)
             };
             layout.accumulate(&loss(false), &model)?;
             let first = states("a micro-batch");
@@ -1602,18 +1594,18 @@ fn forecast_and_counted(
         drop(step_of(&layout, small, &mut optim, passes)?);
         drop((optim, layout));
         world.comm().barrier()?;
-        let before = held(&together);
+        let before = usage_of_ranks(&together);
         let layout = lay(&world)?;
         let model = layout.shard(equal(FORECAST, world.device()))?;
         let mut optim = config.init_on(&layout, &model)?;
         // Threads share the values until the first step, and the first pass has no order of uses.
         let model = step_of(&layout, model, &mut optim, passes)?;
         world.comm().barrier()?;
-        let between = held(&together) - before;
+        let between = usage_of_ranks(&together) - before;
         if world.is_main() {
             ALLOCATOR.reset_peak_usage();
         }
-        held(&together);
+        usage_of_ranks(&together);
         let model = step_of(&layout, model, &mut optim, passes)?;
         together.wait();
         let peak = ALLOCATOR.peak_usage() - before;

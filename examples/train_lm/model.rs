@@ -239,7 +239,7 @@ impl Gpt {
     ) -> Tensor<3> {
         let [_, length] = tokens.dims();
         let mut x = self.embedding.forward(tokens);
-        let future = future(length, &x.device());
+        let future = future(length, (&x.device(), x.dtype()));
         for (index, block) in self.blocks.iter().enumerate() {
             let context = (&self.rotation, &future);
             let (next, maxima) = block.forward(x, context, max_logits.is_some());
@@ -327,9 +327,9 @@ impl Attention {
 type Context<'a> = (&'a Rotation, &'a Tensor<2>);
 
 /// Minus infinity for the logits of the tokens after each one of a text.
-fn future(length: usize, device: &Device) -> Tensor<2> {
+fn future(length: usize, (device, dtype): (&Device, DType)) -> Tensor<2> {
     let is_later = Tensor::<2, Bool>::tril_mask([length, length], 0, device);
-    Tensor::zeros([length, length], device).mask_fill(is_later, f32::NEG_INFINITY)
+    Tensor::zeros([length, length], (device, dtype)).mask_fill(is_later, f32::NEG_INFINITY)
 }
 
 /// The logits of causal attention, from `[batch, heads, length, width]`.
@@ -340,8 +340,7 @@ fn logits(query: Tensor<4>, key: Tensor<4>, future: &Tensor<2>) -> Tensor<4> {
     let width = query.dims()[3];
     // The queries are scaled, since they have fewer elements than the logits.
     let logits = query.div_scalar((width as f64).sqrt()).matmul(key.transpose());
-    let future = future.clone().cast(logits.dtype());
-    logits + future.unsqueeze()
+    logits + future.clone().unsqueeze()
 }
 
 /// The maximum logit of every head of causal attention.
