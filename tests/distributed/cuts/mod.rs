@@ -27,6 +27,7 @@ use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
+use crate::owned::balancing::planners;
 use crate::owned::rejections::assert_failures_stop_all_ranks;
 use crate::{Net, config, ranks, ranks_here, trained};
 use layers::convolutions_and_frozen_layers_are_trained_as_whole_ones;
@@ -34,6 +35,7 @@ use layers::convolutions_and_frozen_layers_are_trained_as_whole_ones;
 pub const EVERYWHERE: &[Case] = cases![
     cut_parameters_are_updated_as_whole_ones,
     cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones,
+    cut_parameters_train_as_whole_ones_under_every_planner,
     every_part_of_the_update_is_exact_for_cut_matrices,
     a_matrix_that_diverges_leaves_its_slices_as_they_are,
     blocks_of_heads_are_updated_wherever_they_lie,
@@ -290,7 +292,7 @@ fn trained_on(
     let count = case.ranks();
     let averaged = config.gradients == Gradients::Averaged;
     let nets = ranks(count, |world| {
-        let layout = case.layout(&world)?.with_muon(config.muon.clone());
+        let layout = case.layout(&world)?.with_config(config.clone());
         let layout = change.map_or(layout.clone(), |change| change(layout));
         let whole = Net::new(world.device());
         let mut net = layout.shard(whole.clone())?;
@@ -368,6 +370,25 @@ fn cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones() {
                     let trained = trained_on(&case, 3, &config, Some(change));
                     assert!(trained == *alone, "{}, layout {index}, {config}", case.name());
                 }
+            }
+        }
+    }
+}
+
+fn cut_parameters_train_as_whole_ones_under_every_planner() {
+    let alone = trained(1, 2, &config());
+    let dp_tp = |case: &Cutting| case.name() == "dp=2,tp=2";
+    for case in cases_of_net().into_iter().filter(dp_tp) {
+        let layouts: [&(dyn Fn(Layout) -> Layout + Sync); 4] = [
+            &|layout| layout,
+            &|layout| layout.owned("dp").with_small_elements(8),
+            &|layout| layout.rows("dp").with_small_elements(8),
+            &|layout| layout.overlap_backward().with_small_elements(8),
+        ];
+        for (index, change) in layouts.into_iter().enumerate() {
+            for config in planners(&config()) {
+                let trained = trained_on(&case, 2, &config, Some(change));
+                assert!(trained == alone, "layout {index}, {config}");
             }
         }
     }

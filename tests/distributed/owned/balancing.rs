@@ -19,15 +19,15 @@ use distmuon_testing::worlds::{self, Folder};
 use super::{Net, advance, config, with_checkpoints};
 use crate::{ranks, ranks_here};
 
-/// Every balancing, with counted and with measured costs.
-fn planners() -> Vec<DistMuonConfig> {
+/// A configuration under every balancing, with counted and with measured costs.
+pub fn planners(config: &DistMuonConfig) -> Vec<DistMuonConfig> {
     let balancings = [
         Balancing::Greedy,
         Balancing::BlockCyclic,
         #[cfg(feature = "optimal")]
         Balancing::Optimal { time_limit_s: 0.5 },
     ];
-    let all = balancings.map(|balancing| config().with_balancing(balancing));
+    let all = balancings.map(|balancing| config.clone().with_balancing(balancing));
     let with = |config: DistMuonConfig| {
         [CostSource::Operations, CostSource::Measured].map(|costs| config.clone().with_costs(costs))
     };
@@ -86,7 +86,8 @@ fn alone(steps: usize) -> Vec<Vec<u8>> {
 pub fn every_balancing_of_divided_parameters_trains_as_one_rank() {
     let expected = alone(3);
     let lays: [fn(Layout) -> Layout; 3] = [owned, in_rows, reduced];
-    for (config, lay) in planners().iter().flat_map(|config| lays.map(|lay| (config, lay))) {
+    for (config, lay) in planners(&config()).iter().flat_map(|config| lays.map(|lay| (config, lay)))
+    {
         for count in [1, 2, 4] {
             let run = ranks(count, |world| advanced(&world, (config, lay), 0..3, [None, None]));
             let run = run.unwrap();
@@ -202,7 +203,7 @@ pub fn neighbouring_matrices_have_owners_in_node_order() {
 }
 
 pub fn experts_in_slices_have_owners_among_the_ranks_that_hold_them() {
-    for config in planners() {
+    for config in planners(&config()) {
         let owners = ranks_here(4, |world| {
             let mesh = Mesh::new(&world, [Axis::data("dp", 2), Axis::data("ep", 2)])?;
             let layout = Layout::new(&mesh).with_place(Place::shard("experts", "ep", 0));

@@ -66,12 +66,16 @@ fn with_counted_calls(world: &World) -> (World, Calls) {
 
 /// The gathers and the reductions of the last one of some passes, and the bytes that the reductions
 /// have sent, of every rank.
-fn calls_and_bytes(count: usize, keep: Keep, passes: usize) -> Vec<[usize; 3]> {
+fn calls_and_bytes(
+    count: usize,
+    divided: impl Fn(Layout) -> Layout + Sync,
+    passes: usize,
+) -> Vec<[usize; 3]> {
     let run = ranks_here(count, |world| {
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
         let (world, calls) = with_counted_calls(&with_checkpoints(&world));
-        let layout = Layout::from(&world).owned("dp").with_keep(keep).with_small_elements(1);
+        let layout = divided(Layout::from(&world)).with_small_elements(1);
         let blocks: Vec<Block> = (0..LAYERS).map(|_| Block::new(world.device())).collect();
         let (mut blocks, mut optim) =
             DistMuonConfig::new().start(&layout, blocks.map(&mut Fixed::new(7)))?;
@@ -94,15 +98,20 @@ fn calls_and_bytes(count: usize, keep: Keep, passes: usize) -> Vec<[usize; 3]> {
     run.unwrap()
 }
 
+fn kept(layout: Layout) -> Layout {
+    layout.owned("dp").with_keep(Keep::Weights)
+}
+
 pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
     for count in [2, 3, 8] {
         // With eight ranks, most of the time passes in threads that wait for each other.
-        let keeps = [Keep::Nothing, Keep::Weights];
-        for keep in if count < 8 { &keeps[..] } else { &keeps[..1] } {
-            let keep = *keep;
-            let ranks = calls_and_bytes(count, keep, 3);
-            let case = format!("{count} ranks, {keep:?}: {ranks:?}");
-            let passes = if keep == Keep::Nothing { 2 } else { 1 };
+        let owned = |layout: Layout| layout.owned("dp");
+        let in_rows = |layout: Layout| layout.rows("dp");
+        let cases: [(&str, fn(Layout) -> Layout, usize); 3] =
+            [("owned", owned, 2), ("in rows", in_rows, 2), ("owned, weights kept", kept, 1)];
+        for (name, divided, passes) in &cases[..if count < 8 { 3 } else { 2 }] {
+            let ranks = calls_and_bytes(count, divided, 3);
+            let case = format!("{count} ranks, {name}: {ranks:?}");
             let [gathers, reductions, _] = ranks[0];
             // One for each layer, and the first parameter of a pass alone.
             assert!(gathers <= passes * (LAYERS + 1), "{case}");
@@ -442,7 +451,7 @@ pub fn gradients_of_micro_batches_are_reduced_once() {
 
 /// Gathering ahead needs the order of a pass before.
 pub fn the_first_pass_gathers_every_parameter_alone() {
-    for [gathers, ..] in calls_and_bytes(2, Keep::Weights, 1) {
+    for [gathers, ..] in calls_and_bytes(2, kept, 1) {
         assert_eq!(gathers, 6 * LAYERS);
     }
 }

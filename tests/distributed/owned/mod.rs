@@ -1,7 +1,7 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
 mod adapters;
-mod balancing;
+pub mod balancing;
 mod identities;
 mod messages;
 mod other_threads;
