@@ -1,12 +1,19 @@
-//! The host's part of a step: its time on each thread, and its calls of CUDA's driver, which a
-//! stand-in counts whose kernels do nothing. `gpu.sh host` runs it.
+//! The host's part of a step: its time on each thread, the tasks of Burn's fusion, and its calls of
+//! CUDA's driver, which a stand-in counts whose kernels do nothing. `gpu.sh host` runs it.
 
 use std::collections::BTreeMap;
 use std::fs;
+#[cfg(feature = "fusion")]
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+#[cfg(feature = "fusion")]
+use burn::backend::fusion::{
+    custom::OperationIr,
+    observer::{BlockOperations, FusionObservation, FusionObserver},
+};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
@@ -39,18 +46,22 @@ struct Model {
 /// Waits of a step of a whole model: the bench flushes the device once.
 const MOST_WAITS: usize = 1;
 
+/// Tasks of fusion's thread in a step of Muon and of AdamW for a whole model, whatever the number
+/// of its parameters.
+const MOST_TASKS: [usize; 2] = [45, 20];
+
 /// Launches of a step of Muon for the 123 parameters of `train_lm --preset gpt2`, by their type. In
 /// bfloat16, master weights are read and rounded, batch by batch.
 const MOST_OF_TRAINING: [(DType, usize); 2] = [(DType::F32, 120), (DType::BF16, 175)];
 
 /// Runs all models. Fails if a step launches more kernels than its limit, or asks for memory, or if
-/// one of a whole model waits.
+/// one of a whole model waits, or has too many tasks of fusion.
 pub fn run(device: &Device) -> anyhow::Result<()> {
     let stand_in = StandIn::loaded();
     println!("\n## The host's part of a step, on a driver whose kernels do nothing\n");
     println!(
-        "| model | optimizer | ms | CPU, ms of each thread | launches | MB copied | allocations | waits |\n\
-         |---|---|---|---|---|---|---|---|"
+        "| model | optimizer | ms | CPU, ms of each thread | tasks of fusion | launches | MB copied \
+         | allocations | waits |\n|---|---|---|---|---|---|---|---|---|"
     );
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
@@ -93,19 +104,23 @@ impl Model {
         };
         let (float32, recorded) = (float32(false), float32(true));
         let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
-        for (name, config, [most, most_one_by_one]) in [
-            ("Muon", &muon, [self.most_launches[0], self.most_one_by_one[0]]),
-            ("Muon, float32", &float32, [usize::MAX; 2]),
-            ("Muon, float32, recorded", &recorded, [usize::MAX; 2]),
-            ("AdamW", &adamw, [self.most_launches[1], self.most_one_by_one[1]]),
+        for (name, config, [most, most_one_by_one], most_tasks) in [
+            ("Muon", &muon, [self.most_launches[0], self.most_one_by_one[0]], MOST_TASKS[0]),
+            ("Muon, float32", &float32, [usize::MAX; 2], MOST_TASKS[0]),
+            ("Muon, float32, recorded", &recorded, [usize::MAX; 2], MOST_TASKS[0]),
+            ("AdamW", &adamw, [self.most_launches[1], self.most_one_by_one[1]], MOST_TASKS[1]),
         ] {
             let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
                 let mut optim = config.init_batched(model)?;
                 Ok(move |model, grads| optim.step(1e-3, model, grads))
             })?;
             self.check(name, &counts, most, problems);
-            if counts.waits > MOST_WAITS {
-                problems.push(format!("{}, {name}: {} waits", self.name, counts.waits));
+            let Counts { waits, tasks, .. } = counts;
+            if waits > MOST_WAITS {
+                problems.push(format!("{}, {name}: {waits} waits", self.name));
+            }
+            if tasks > most_tasks {
+                problems.push(format!("{}, {name}: {tasks} tasks of {most_tasks}", self.name));
             }
             if self.shapes.len() <= MOST_ONE_BY_ONE {
                 let one_by_one = format!("{name}, a parameter at a time");
@@ -170,17 +185,19 @@ fn row<M>(
         Ok(model)
     };
     model = run(model, WARM_UP)?;
-    let (before, threads, start) = (Counts::now(stand_in), threads()?, Instant::now());
+    let tasks = Tasks::observed();
+    let now = || Counts::now(stand_in, &tasks);
+    let (before, threads, start) = (now(), threads()?, Instant::now());
     model = run(model, STEPS)?;
-    let (ms, counts) = (start.elapsed().as_secs_f64() * 1e3, Counts::now(stand_in));
+    let (ms, counts) = (start.elapsed().as_secs_f64() * 1e3, now());
     let threads = difference(&threads, &self::threads()?);
     drop(model);
     stand_in.idle(false);
     // The end of the measurement waits as well.
     let counts = counts.per_step(&before);
-    let Counts { launches, copied, allocations, waits } = counts;
+    let Counts { tasks, launches, copied, allocations, waits } = counts;
     println!(
-        "| {model_name} | {name} | {:.2} | {threads} | {launches} | {:.1} | {allocations} | {waits} |",
+        "| {model_name} | {name} | {:.2} | {threads} | {tasks} | {launches} | {:.1} | {allocations} | {waits} |",
         ms / STEPS as f64,
         copied as f64 * 1e-6
     );
@@ -256,8 +273,9 @@ fn made<T>(make: impl Fn() -> distmuon::Result<T>) -> distmuon::Result<T> {
     make()
 }
 
-/// Calls of the driver.
+/// Tasks of Burn's fusion, and calls of the driver.
 struct Counts {
+    tasks: usize,
     launches: usize,
     /// Bytes, from the device to the device: by calls, and by graphs.
     copied: usize,
@@ -266,9 +284,10 @@ struct Counts {
 }
 
 impl Counts {
-    fn now(stand_in: &StandIn) -> Self {
+    fn now(stand_in: &StandIn, tasks: &Tasks) -> Self {
         let sum = |names: &[&str]| names.iter().map(|name| stand_in.calls(name)).sum();
         Self {
+            tasks: tasks.count(),
             launches: sum(&["cuLaunchKernel", "cuGraphLaunch"]),
             copied: stand_in.copied(),
             allocations: sum(&["cuMemAlloc", "cuMemHostAlloc"]),
@@ -280,6 +299,7 @@ impl Counts {
     /// not count.
     fn per_step(&self, before: &Self) -> Self {
         Self {
+            tasks: (self.tasks - before.tasks) / STEPS,
             launches: (self.launches - before.launches) / STEPS,
             copied: (self.copied - before.copied) / STEPS,
             allocations: (self.allocations - before.allocations) / STEPS,
@@ -329,6 +349,55 @@ fn kernels(run: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Vec<(&'st
     let mut counts: Vec<_> = counts.into_iter().collect();
     counts.sort_by_key(|(_, launches)| std::cmp::Reverse(*launches));
     Ok(counts)
+}
+
+/// The tasks of fusion's thread: operations, and drops of tensors.
+#[cfg(feature = "fusion")]
+struct Tasks {
+    registered: Arc<Registered>,
+    _observation: FusionObservation,
+}
+
+#[cfg(feature = "fusion")]
+impl Tasks {
+    fn observed() -> Self {
+        let registered = Arc::<Registered>::default();
+        Self { _observation: FusionObservation::new(registered.clone()), registered }
+    }
+
+    fn count(&self) -> usize {
+        self.registered.0.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(feature = "fusion")]
+#[derive(Default)]
+struct Registered(AtomicUsize);
+
+#[cfg(feature = "fusion")]
+impl FusionObserver for Registered {
+    fn registered(&self, _operation: &OperationIr) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn block_starts(&self, _block: BlockOperations<'_>) {}
+
+    fn block_ran(&self) {}
+}
+
+/// None without fusion.
+#[cfg(not(feature = "fusion"))]
+struct Tasks;
+
+#[cfg(not(feature = "fusion"))]
+impl Tasks {
+    fn observed() -> Self {
+        Self
+    }
+
+    fn count(&self) -> usize {
+        0
+    }
 }
 
 #[derive(Default)]

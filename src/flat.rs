@@ -22,10 +22,9 @@ pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
 }
 
 /// Moves a tensor out, for an operation that writes in place: with a second reference, it would be
-/// copied before.
-pub fn take(tensor: &mut Tensor<1>) -> Tensor<1> {
-    let none = empty(tensor.dtype(), &tensor.device());
-    std::mem::replace(tensor, none)
+/// copied before. A further reference to any tensor takes its place, which costs no operation.
+pub fn take(tensor: &mut Tensor<1>, any: &Tensor<1>) -> Tensor<1> {
+    std::mem::replace(tensor, any.clone())
 }
 
 /// The elements in memory of their own. A slice is a view: with it, all of the tensor that it was

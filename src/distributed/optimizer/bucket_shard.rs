@@ -666,7 +666,7 @@ impl Batch {
             // All parameters are counted together.
             skips: Cell::default(),
         };
-        let flags = flat::take(diverged);
+        let flags = flat::take(diverged, &controls.rejected);
         let (tensors, flags) = update(&batch, &mut self.state, &mut self.clocks, flags);
         *diverged = flags;
         tensors

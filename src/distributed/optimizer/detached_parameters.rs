@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
+use burn::backend::{
+    AutodiffBackend, Dispatch, DispatchAutodiffContext, TensorMetadata, tensor::FloatTensor,
+};
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Shape, Tensor};
@@ -141,6 +143,19 @@ impl FlatTensors {
         }
     }
 
+    /// Stores tensors in the shapes of the model as flat ones, in the blocks of their parameters.
+    fn set_whole(&mut self, Shaped { tensors, of }: Shaped, known: &[ModelParameter]) {
+        // The inverse of `shaped`, in one operation of the backend.
+        let flat = tensors.iter().map(|tensor| [tensor.shape().num_elements()].into()).collect();
+        let flat = reshaped(tensors, flat).into_iter().map(Tensor::from_dispatch);
+        for (flat, index) in flat.zip(of) {
+            let ModelParameter { trainable, held, .. } = &known[index];
+            for (block, values) in trainable.clone().zip(held.cut(flat)) {
+                self.set(block, 0, values);
+            }
+        }
+    }
+
     /// Stores the elements of a parameter from `start` on, in place of those that were.
     pub fn set(&mut self, index: usize, start: usize, values: Tensor<1>) {
         let elements = Elements { start, values };
@@ -197,7 +212,7 @@ impl DetachedParameters {
         }
         // All at once: a backend with operations of its own reshapes them in one, which saves the
         // host's time for each.
-        detached.set(shaped, known);
+        detached.gradients.set_whole(shaped, known);
         passes.ensure_taken(&gradients, expected.rank)?;
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
             Some((missing, _)) if missing.placement.is_owned() => Err(Error::parameter(
@@ -216,29 +231,21 @@ impl DetachedParameters {
         }
     }
 
-    /// Stores parameters and gradients as flat tensors, in their blocks.
-    fn set(&mut self, Shaped { tensors, of }: Shaped, known: &[ModelParameter]) {
-        // The inverse of `shaped`, in one operation of the backend.
-        let flat = tensors.iter().map(|tensor| [tensor.shape().num_elements()].into()).collect();
-        let flat = reshaped(tensors, flat).into_iter().map(Tensor::from_dispatch);
-        for (flat, (index, kind)) in flat.zip(of) {
-            let all = match kind {
-                ShapedKind::Parameter => &mut self.parameters,
-                ShapedKind::Gradient => &mut self.gradients,
-            };
-            let ModelParameter { trainable, held, .. } = &known[index];
-            for (block, values) in trainable.clone().zip(held.cut(flat)) {
-                all.set(block, 0, values);
+    /// Takes the values that are not divided, as flat tensors, and keeps the originals of the
+    /// parameters that the step does not change. The others have the only references to their
+    /// values, which are updated in place.
+    pub fn take_values(&mut self, changed: &[bool], known: &[ModelParameter]) {
+        let mut whole = Shaped::default();
+        for (index, (original, known)) in self.originals.iter_mut().zip(known).enumerate() {
+            let is_changed = changed[known.trainable.clone()].contains(&true);
+            // Moved if possible: with fusion, each further reference is dropped by a task.
+            let value = if is_changed { original.take() } else { original.clone() };
+            // Parts are stored already.
+            if let Some(value) = value.filter(|_| !known.placement.is_owned()) {
+                whole.push(index, inner(value));
             }
         }
-    }
-
-    /// Drops the values of the parameters that the step may change, so that their updates have the
-    /// only references. The others keep theirs.
-    pub fn keep_unchanged(&mut self, changed: &[bool], known: &[ModelParameter]) {
-        for (original, known) in self.originals.iter_mut().zip(known) {
-            original.take_if(|_| changed[known.trainable.clone()].contains(&true));
-        }
+        self.parameters.set_whole(whole, known);
     }
 
     /// Returns `true` if a parameter stays as it is.
@@ -327,18 +334,21 @@ fn indices(known: &[ModelParameter]) -> HashMap<&str, usize> {
 #[derive(Default)]
 struct Shaped {
     tensors: Vec<FloatTensor<Dispatch>>,
-    of: Vec<(usize, ShapedKind)>,
-}
-
-enum ShapedKind {
-    Parameter,
-    Gradient,
+    of: Vec<usize>,
 }
 
 impl Shaped {
-    fn push<const D: usize>(&mut self, index: usize, kind: ShapedKind, tensor: Tensor<D>) {
-        self.tensors.push(tensor.into_dispatch());
-        self.of.push((index, kind));
+    fn push(&mut self, index: usize, tensor: FloatTensor<Dispatch>) {
+        self.tensors.push(tensor);
+        self.of.push(index);
+    }
+}
+
+/// [`Tensor::inner`] of a tensor of any number of dimensions.
+fn inner(tensor: FloatTensor<Dispatch>) -> FloatTensor<Dispatch> {
+    match tensor.autodiff {
+        DispatchAutodiffContext::Enabled(_) => Dispatch::inner(tensor),
+        DispatchAutodiffContext::Disabled => tensor,
     }
 }
 
@@ -366,7 +376,7 @@ struct Detach<'a> {
     indices: HashMap<&'a str, usize>,
     detached: DetachedParameters,
     placeholders: Placeholders,
-    /// The parameters that are not divided, and their gradients.
+    /// The gradients of the parameters that are not divided.
     shaped: Shaped,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
@@ -498,16 +508,12 @@ impl Detach<'_> {
             // After an error nothing is collected any more: the step ends without a model.
             Ok(gradient) if self.error.is_none() => {
                 let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
-                let shaped = &mut self.shaped;
-                match part {
-                    None => shaped.push(index, ShapedKind::Parameter, value.inner()),
-                    Some(pass_parameter) => {
-                        let shard = pass_parameter.shard(&value.inner().reshape([-1]));
-                        parameters.set_shard(known, pass_parameter, &shard);
-                    }
+                if let Some(pass_parameter) = part {
+                    let shard = pass_parameter.shard(&value.inner().reshape([-1]));
+                    parameters.set_shard(known, pass_parameter, &shard);
                 }
                 match (gradient, self.passes.get(&known.path)) {
-                    (Some(gradient), None) => shaped.push(index, ShapedKind::Gradient, gradient),
+                    (Some(gradient), None) => self.shaped.push(index, gradient.into_dispatch()),
                     (Some(gradient), Some(pass_parameter)) => {
                         gradients.set_shard(known, pass_parameter, &gradient.reshape([-1]));
                     }

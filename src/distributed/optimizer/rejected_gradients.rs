@@ -10,37 +10,50 @@ const FAN_IN: usize = 256;
 
 /// The sums over the rows of every parameter. The rows are in the order of the buckets.
 pub struct RowSums {
-    /// Level by level, the indices of the values that every sum of a level adds up, among the sums
-    /// of the level before. A scatter instead would run in one thread on CubeCL, for any number of
-    /// rows.
-    levels: Vec<Tensor<2, Int>>,
+    /// A scatter instead of these would run in one thread on CubeCL, for any number of rows.
+    levels: Vec<Level>,
     device: Device,
+}
+
+/// Sums of the values of the level before.
+struct Level {
+    /// The indices of the values that each sum adds up, one sum after the other.
+    indices: Tensor<1, Int>,
+    /// The number of indices of a sum.
+    width: usize,
+    /// `true` if there is an index after the last value, for a zero.
+    has_gaps: bool,
 }
 
 impl RowSums {
     /// The sums for `parameters` parameters, where row `r` belongs to parameter
     /// `row_parameters[r]`.
     pub fn new(row_parameters: &[usize], parameters: usize, device: &Device) -> Self {
-        Self {
-            levels: levels(row_parameters, parameters, FAN_IN)
-                .into_iter()
-                .map(|(indices, width)| {
-                    let shape = [indices.len() / width, width];
-                    Tensor::from_data(TensorData::new(indices, shape), device)
-                })
-                .collect(),
-            device: device.clone(),
-        }
+        let mut values = row_parameters.len();
+        let levels = levels(row_parameters, parameters, FAN_IN).into_iter();
+        let levels = levels.map(|(indices, width)| {
+            let gap = std::mem::replace(&mut values, indices.len() / width) as i32;
+            let has_gaps = indices.contains(&gap);
+            let indices = Tensor::from_data(TensorData::from(&*indices), device);
+            Level { indices, width, has_gaps }
+        });
+        Self { levels: levels.collect(), device: device.clone() }
     }
 
     /// For every parameter, the sum of the values of its rows.
     pub fn sum(&self, rows: Tensor<1>) -> Tensor<1> {
-        self.levels.iter().fold(rows, |values, indices| {
-            let [count, width] = indices.dims();
-            // Groups of different lengths are filled up with the index of this zero.
-            let values = flat::with_zero(vec![values], &self.device)
-                .select(0, indices.clone().reshape([-1]));
-            values.reshape([count, width]).sum_dim(1).reshape([count])
+        self.levels.iter().fold(rows, |values, Level { indices, width, has_gaps }| {
+            let values = match has_gaps {
+                true => flat::with_zero(vec![values], &self.device),
+                false => values,
+            };
+            let values = values.select(0, indices.clone());
+            // Most models have one matrix in each parameter.
+            if *width == 1 {
+                return values;
+            }
+            let [count] = values.dims();
+            values.reshape([count / width, *width]).sum_dim(1).reshape([count / width])
         })
     }
 }
@@ -81,31 +94,57 @@ fn levels(row_parameters: &[usize], parameters: usize, fan_in: usize) -> Vec<(Ve
 
 /// Flags for every parameter, by which a rank rejects it in a step.
 pub struct Flags {
-    /// 1 for parameters whose gradients this rank rejects.
-    pub rejected: Tensor<1>,
-    /// 1 for parameters without a gradient on any rank.
-    pub absent: Tensor<1>,
+    parameters: usize,
+    device: Device,
+    /// 1 for parameters whose gradients this rank rejects. `None` before any gradient is looked at.
+    rejected: Option<Tensor<1>>,
+    /// 1 for parameters without a gradient on any rank. `None` if all have one.
+    absent: Option<Tensor<1>>,
 }
 
 impl Flags {
     /// The flags before any gradient is looked at, where the `present` parameters have one on any
     /// rank.
     pub fn new(present: &[bool], device: &Device) -> Self {
-        let absent: Vec<f32> = present.iter().map(|has| f32::from(u8::from(!has))).collect();
-        Self {
-            rejected: flat::zeros(present.len(), DType::F32, device),
-            absent: Tensor::from_data(TensorData::from(&*absent), (device, DType::F32)),
-        }
+        let absent = present.contains(&false).then(|| {
+            let absent: Vec<f32> = present.iter().map(|has| f32::from(u8::from(!has))).collect();
+            Tensor::from_data(TensorData::from(&*absent), (device, DType::F32))
+        });
+        Self { parameters: present.len(), device: device.clone(), rejected: None, absent }
+    }
+
+    /// Gives the flags zeros to start from, if there are any at hand.
+    pub fn set_zeros(&mut self, zeros: Option<Tensor<1>>) {
+        self.rejected = zeros;
+    }
+
+    fn zeros(&self) -> Tensor<1> {
+        flat::zeros(self.parameters, DType::F32, &self.device)
     }
 
     /// Adds the flags that a check of gradients returns, from those so far.
     pub fn reject(&mut self, check: impl FnOnce(Tensor<1>) -> Tensor<1>) {
-        self.rejected = check(flat::take(&mut self.rejected));
+        let rejected = self.rejected.take().unwrap_or_else(|| self.zeros());
+        self.rejected = Some(check(rejected));
+    }
+
+    /// 1 for parameters whose gradients this rank rejects.
+    pub fn rejected(&self) -> Tensor<1> {
+        self.rejected.clone().unwrap_or_else(|| self.zeros())
+    }
+
+    /// 1 for parameters without a gradient on any rank. `None` if all have one.
+    pub fn absent(&self) -> Option<&Tensor<1>> {
+        self.absent.as_ref()
     }
 
     /// The decision of a rank that asks no other: 1 for parameters that stay as they are.
     pub fn decided_alone(&self) -> Tensor<1> {
-        self.rejected.clone().max_pair(self.absent.clone())
+        let rejected = self.rejected();
+        match &self.absent {
+            Some(absent) => rejected.max_pair(absent.clone()),
+            None => rejected,
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, VecDeque};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 
 use super::DistModuleOptimizer;
 use super::agree_on_step::StepCalls;
@@ -42,6 +42,7 @@ use crate::comm::ReduceOp;
 use crate::distributed::config::Publish;
 use crate::distributed::layout::Publishing;
 use crate::error::Result;
+use crate::flat;
 use crate::update::Observations;
 
 impl DistModuleOptimizer {
@@ -62,7 +63,7 @@ impl DistModuleOptimizer {
             .then(|| held_in_common(&model, &self.divided, &self.shards, &self.accounts.counters));
         let (model, mut detached) = self.detach(model, gradients)?;
         let inputs = self.agree_on_inputs(lr, &detached)?;
-        detached.keep_unchanged(&inputs.changed(), &self.divided.parameters);
+        detached.take_values(&inputs.changed(), &self.divided.parameters);
         // After the agreement: a rank that takes another step gets that error, which says more than
         // other bits do.
         common.map_or(Ok(()), |common| ensure_same(&common, &world))?;
@@ -77,6 +78,7 @@ impl DistModuleOptimizer {
         let mut step =
             StepInProgress::new(divided, traffic, shards, memory, inputs, detached, clips);
         step.audit = audit;
+        step.flags.set_zeros(accounts.zeros.take());
         step.observations = self.observing.requested.then(Observations::default);
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
@@ -225,8 +227,9 @@ fn agree_on_rejected(
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
     // Two counts in one message: a small all-reduce costs its latency and not its bytes.
-    let diverged = accounts.matrices.sum(accounts.diverged.clone());
-    let sums = Tensor::cat(vec![step.flags.rejected.clone(), diverged], 0);
+    let diverged = accounts.matrices.as_ref().map(|sums| sums.sum(accounts.diverged.clone()));
+    let sums = std::iter::once(step.flags.rejected()).chain(diverged).collect();
+    let sums = flat::concat(sums, DType::F32, &step.divided.device());
     let sums = step.divided.world.comm().all_reduce(sums, ReduceOp::Sum)?;
     // The results of earlier calls come first.
     step.land_all()?;
@@ -244,9 +247,10 @@ fn agree_on_rejected(
     // Also for a step that is skipped as a whole: the parameters whose gradients overflowed are
     // named by their counts.
     let counts = accounts.counters.take(&sums);
-    let Acceptance { rejected, counts, .. } =
-        accept(rest[0].policy, sums, Some(&step.flags.absent), counts, betas);
+    let Acceptance { rejected, counts, zeros } =
+        accept(rest[0].policy, sums, step.flags.absent(), counts, betas);
     accounts.counters = counts.into();
+    accounts.zeros = zeros;
     if overflowed {
         return Ok(None);
     }

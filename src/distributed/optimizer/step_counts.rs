@@ -18,11 +18,13 @@ pub struct Accounts {
     pub skipped: SkippedSteps,
     /// The place of the counters among the skipped steps of all optimizers.
     pub place: CountSlot,
-    /// Sums over the matrices that this rank updates, by parameter.
-    pub matrices: RowSums,
+    /// Sums over the matrices that this rank updates, by parameter. `None` if no rank updates any.
+    pub matrices: Option<RowSums>,
     /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
     /// parameters that stay as they are, when it is counted.
     pub diverged: Tensor<1>,
+    /// A zero for each parameter, if the last step has left some for the next one.
+    pub zeros: Option<Tensor<1>>,
     pub absence: Absence,
     /// For each update element by element, 1 for the parameters of all others; none if there is one
     /// update.
@@ -52,11 +54,15 @@ impl Accounts {
     /// Counts of zero. `matrices` has the parameter of each matrix that this rank updates.
     pub fn new(config: &MuonConfig, divided: &DividedModel, matrices: &[usize]) -> Self {
         let (parameters, device) = (divided.trainable.len(), divided.device());
+        let is_muon =
+            |parameter: &TrainableParameter| matches!(parameter.kind, UpdateKind::Muon { .. });
+        let has_matrices = divided.trainable.iter().any(is_muon);
         Self {
             counters: Counters::new(parameters, &device),
             skipped: divided.routing.updates().skipped.clone(),
             place: CountSlot::default(),
-            matrices: RowSums::new(matrices, parameters, &device),
+            matrices: has_matrices.then(|| RowSums::new(matrices, parameters, &device)),
+            zeros: None,
             diverged: flat::zeros(matrices.len(), DType::F32, &device),
             absence: Absence::new(config.max_absent, parameters),
             others: others(divided),
@@ -128,7 +134,7 @@ impl Counters {
     /// until the step puts new ones there.
     pub fn take(&mut self, any: &Tensor<1>) -> StepCounts {
         let Self { skipped, corrections } = self;
-        let take = |counter: &mut Tensor<1>| std::mem::replace(counter, any.clone());
+        let take = |counter: &mut Tensor<1>| flat::take(counter, any);
         StepCounts { skipped: take(skipped), corrections: corrections.each_mut().map(take) }
     }
 
