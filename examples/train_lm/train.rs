@@ -168,6 +168,9 @@ impl Run<'_> {
     /// Trains on one rank. All ranks do the same, and rank 0 reports it.
     fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
         let name = self.name();
+        if world.is_main() && world.size() > 1 {
+            println!("{} ranks over {}\n", world.size(), world.comm().engine_name());
+        }
         // Heads are those of the whole model.
         let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (model, optim, progress) = self.start(world, model)?;

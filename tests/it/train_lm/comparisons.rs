@@ -33,6 +33,7 @@ fn comparisons_include_every_number_of_ranks() {
     let flags = "--data text.rs --batch 2 --steps 2 --eval-every 1 --sample 0";
     let compare = "--compare muon,dist-muon --ranks 1,2 --plot loss.svg";
     let stdout = succeed(folder.path(), &format!("{flags} {compare}"));
+    assert!(stdout.contains("2 ranks over threads\n"), "{stdout}");
     let losses = ["muon", "dist-muon", "dist-muon x2"].map(|run| {
         let loss: f64 = cell(&stdout, run, "final loss").parse().unwrap();
         loss
