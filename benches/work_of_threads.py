@@ -5,7 +5,7 @@ Threads of CubeCL and of Burn's fusion spin while their queues are full or empty
 that as work. This program leaves out the samples of a profile that lie in the functions of WAITING.
 `perf` has to be installed:
 
-    export PROFILE=release RUNNER='perf record -q -k CLOCK_MONOTONIC -F 20000 -o FILE'
+    export PROFILE=release RUNNER='perf record -q -e cpu-clock -k CLOCK_MONOTONIC -F 20000 -o FILE'
     benches/gpu.sh host | benches/work_of_threads.py FILE
 """
 
@@ -22,7 +22,7 @@ STEPS = 8
 WAITING = ("submit_inner", "run_scoped", "Server::start", "sched_yield", "pthread_cond", "futex")
 
 ROW = re.compile(r"\| (.*?) \| (.*?) \| ([\d.]+) \|")
-SAMPLE = re.compile(r"\s*(\S.*?)\s+([\d.]+):\s+\S+\s+(.*)")
+SAMPLE = re.compile(r"\s*(\S.*?)\s+([\d.]+):\s+(\d+)\s+\S+\s+(.*)")
 
 
 def rows():
@@ -35,36 +35,27 @@ def rows():
 
 
 def samples(profile):
-    """The time, thread and function of each sample, in order of time."""
-    command = ["perf", "script", "-i", profile, "-F", "comm,time,ip,sym"]
+    """The time, thread, function and nanoseconds of each sample, in order of time."""
+    command = ["perf", "script", "-i", profile, "-F", "comm,time,period,ip,sym"]
     script = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = map(SAMPLE.match, script.splitlines())
-    return sorted((float(sample[2]), sample[1], sample[3]) for sample in found if sample)
+    return sorted((float(s[2]), s[1], s[4], int(s[3])) for s in found if s)
 
 
 def main(profile):
     measured = list(rows())
     taken = samples(profile)
-    times = [at for at, _, _ in taken]
-    # One sample stands for the distance to the next one of its thread.
-    rate = float(re.search(r"-F (\d+)", command_of(profile))[1])
+    times = [sample[0] for sample in taken]
     print("\n| model | optimizer | work of each thread, ms a step |\n|---|---|---|")
     for end, names, ms in measured:
         first = bisect.bisect(times, end - STEPS * ms * 1e-3)
         during = taken[first : bisect.bisect(times, end)]
-        work = Counter(
-            thread for _, thread, function in during if not any(w in function for w in WAITING)
-        )
-        each = (f"{thread} {count / rate * 1e3 / STEPS:.2f}" for thread, count in sorted(work.items()))
+        work = Counter()
+        for _, thread, function, nanoseconds in during:
+            if not any(part in function for part in WAITING):
+                work[thread] += nanoseconds
+        each = (f"{thread} {spent * 1e-6 / STEPS:.2f}" for thread, spent in sorted(work.items()))
         print(f"| {names} | {', '.join(each)} |")
-
-
-def command_of(profile):
-    """The command that made a profile."""
-    header = subprocess.run(
-        ["perf", "report", "--header-only", "-i", profile], capture_output=True, text=True, check=True
-    )
-    return re.search(r"cmdline : (.*)", header.stdout)[1]
 
 
 if __name__ == "__main__":

@@ -65,8 +65,12 @@ mod tests {
             (rejects(), Some(&absent), None),
         ] {
             let values = |policy| {
-                let Acceptance { rejected, counts, .. } =
+                let Acceptance { rejected, counts, zeros } =
                     accept(policy, sums.clone(), absent, counts(), betas);
+                if let Some(zeros) = zeros {
+                    let zeros = zeros.into_data().try_into_vec::<f32>().expect("in float32");
+                    assert_eq!(zeros, [0.0; 300]);
+                }
                 let StepCounts { skipped, corrections: [first, second] } = counts;
                 [rejected, skipped, first, second].map(|values| {
                     values.into_data().try_into_vec::<f32>().expect("values in float32")

@@ -171,6 +171,8 @@ impl FlatTensors {
 
 impl DetachedParameters {
     /// Detaches the parameters from the model, which keeps placeholders, and takes their gradients.
+    /// The values follow with [`take_values`](Self::take_values), once the step knows which of them
+    /// it changes: until then, they count as absent.
     ///
     /// # Errors
     ///
@@ -238,7 +240,8 @@ impl DetachedParameters {
         let mut whole = Shaped::default();
         for (index, (original, known)) in self.originals.iter_mut().zip(known).enumerate() {
             let is_changed = changed[known.trainable.clone()].contains(&true);
-            // Moved if possible: with fusion, each further reference is dropped by a task.
+            // Moved if possible: with fusion, a reference that outlives the operation which takes
+            // the value is dropped by a task of its own.
             let value = if is_changed { original.take() } else { original.clone() };
             // Parts are stored already.
             if let Some(value) = value.filter(|_| !known.placement.is_owned()) {

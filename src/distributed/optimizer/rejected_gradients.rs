@@ -10,7 +10,8 @@ const FAN_IN: usize = 256;
 
 /// The sums over the rows of every parameter. The rows are in the order of the buckets.
 pub struct RowSums {
-    /// A scatter instead of these would run in one thread on CubeCL, for any number of rows.
+    /// Sums of sums, down to one for each parameter. A scatter instead of these would run in one
+    /// thread on CubeCL, for any number of rows.
     levels: Vec<Level>,
     device: Device,
 }
@@ -96,7 +97,7 @@ fn levels(row_parameters: &[usize], parameters: usize, fan_in: usize) -> Vec<(Ve
 pub struct Flags {
     parameters: usize,
     device: Device,
-    /// 1 for parameters whose gradients this rank rejects. `None` before any gradient is looked at.
+    /// 1 for parameters whose gradients this rank rejects. `None` for zeros that are not made yet.
     rejected: Option<Tensor<1>>,
     /// 1 for parameters without a gradient on any rank. `None` if all have one.
     absent: Option<Tensor<1>>,
@@ -113,7 +114,8 @@ impl Flags {
         Self { parameters: present.len(), device: device.clone(), rejected: None, absent }
     }
 
-    /// Gives the flags zeros to start from, if there are any at hand.
+    /// Gives the flags zeros to start from, if there are any at hand, before the first
+    /// [`reject`](Self::reject).
     pub fn set_zeros(&mut self, zeros: Option<Tensor<1>>) {
         self.rejected = zeros;
     }
@@ -185,6 +187,15 @@ mod tests {
         assert_eq!(rows.levels.len(), 3);
         let sums = rows.sum(Tensor::ones([70_000], (&device, DType::F32))).into_data();
         sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);
+        for (row_parameters, expected) in
+            [(vec![2, 0, 1], [2.0_f32, 4.0, 1.0]), (vec![0, 0, 2, 2, 1, 1], [3.0, 48.0, 12.0])]
+        {
+            let values: Vec<f32> = (0..row_parameters.len()).map(|row| (1 << row) as f32).collect();
+            let values = Tensor::from_data(&*values, (&device, DType::F32));
+            let sums = RowSums::new(&row_parameters, 3, &device);
+            assert!(!sums.levels[0].has_gaps);
+            sums.sum(values).into_data().assert_eq(&TensorData::from(expected), true);
+        }
         let none = RowSums::new(&[], 2, &device).sum(flat::empty(DType::F32, &device)).into_data();
         none.assert_eq(&TensorData::from([0.0_f32, 0.0]), true);
     }
