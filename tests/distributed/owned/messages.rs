@@ -98,6 +98,9 @@ fn calls_and_bytes(
     run.unwrap()
 }
 
+/// A division of a model.
+type Divide = fn(Layout) -> Layout;
+
 fn kept(layout: Layout) -> Layout {
     layout.owned("dp").with_keep(Keep::Weights)
 }
@@ -105,9 +108,9 @@ fn kept(layout: Layout) -> Layout {
 pub fn a_pass_of_many_layers_makes_few_calls_that_send_each_gradient_once() {
     for count in [2, 3, 8] {
         // With eight ranks, most of the time passes in threads that wait for each other.
-        let owned = |layout: Layout| layout.owned("dp");
-        let in_rows = |layout: Layout| layout.rows("dp");
-        let cases: [(&str, fn(Layout) -> Layout, usize); 3] =
+        let owned: Divide = |layout| layout.owned("dp");
+        let in_rows: Divide = |layout| layout.rows("dp");
+        let cases =
             [("owned", owned, 2), ("in rows", in_rows, 2), ("owned, weights kept", kept, 1)];
         for (name, divided, passes) in &cases[..if count < 8 { 3 } else { 2 }] {
             let ranks = calls_and_bytes(count, divided, 3);
