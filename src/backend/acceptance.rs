@@ -69,7 +69,7 @@ mod tests {
                     accept(policy, sums.clone(), absent, counts(), betas);
                 if let Some(zeros) = zeros {
                     let zeros = zeros.into_data().try_into_vec::<f32>().expect("in float32");
-                    assert_eq!(zeros, [0.0; 300]);
+                    assert_eq!(zeros, vec![0.0; parameters]);
                 }
                 let StepCounts { skipped, corrections: [first, second] } = counts;
                 [rejected, skipped, first, second].map(|values| {

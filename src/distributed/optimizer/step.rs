@@ -226,7 +226,7 @@ fn agree_on_rejected(
     accounts: &mut Accounts,
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
-    // Two counts in one message: a small all-reduce costs its latency and not its bytes.
+    // All counts in one message: a small all-reduce costs its latency and not its bytes.
     let diverged = accounts.matrices.as_ref().map(|sums| sums.sum(accounts.diverged.clone()));
     let sums = std::iter::once(step.flags.rejected()).chain(diverged).collect();
     let sums = flat::concat(sums, DType::F32, &step.divided.device());
