@@ -19,8 +19,8 @@ use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{Error, MuonConfig, RoutingRule};
-use distmuon_testing::excused;
 use distmuon_testing::soap::Soap;
+use distmuon_testing::{empty_operations, excused};
 
 /// Uploads, including those of launch parameters that occur for the first time.
 static WRITES: AtomicUsize = AtomicUsize::new(0);
@@ -457,4 +457,22 @@ fn models_of_the_field_launch_few_kernels() {
     let singly = step_of_single_parameters(&Structure::gpt2_small());
     assert!(singly.launches <= 2400, "{}", singly.launches);
     assert_eq!((singly.uploads, singly.reads), (0, 0));
+}
+
+#[test]
+fn an_operation_without_elements_is_an_error_of_the_tests() {
+    let Some(_counting) = counting() else { return };
+    let device = Device::default();
+    let find = |elements: usize| {
+        empty_operations::ensure_none(|| {
+            let tensor = Tensor::<1>::empty([elements], (&device, DType::F32));
+            tensor.mul_scalar(2.0).into_data();
+            Ok(())
+        })
+    };
+    find(1).expect("an operation on an element is found to be none");
+    match cfg!(feature = "fusion") {
+        true => assert!(find(0).expect_err("no error").contains("MulScalar")),
+        false => find(0).expect("without fusion, there are none to be seen"),
+    }
 }

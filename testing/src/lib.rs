@@ -6,6 +6,7 @@
 //! - [`naive`]: the reference for sharded optimizers;
 //! - [`combinations`]: parts of the update that are used together, and a model for them;
 //! - [`device`]: properties of the default device;
+//! - [`empty_operations`]: operations without elements, which fusion must not see;
 //! - [`worlds`]: the same case on every engine;
 //! - [`soap`]: an optimizer of the user's that needs whole matrices;
 //! - [`simulated`]: a rank among many that are not there;
@@ -15,6 +16,7 @@
 
 pub mod combinations;
 pub mod device;
+pub mod empty_operations;
 #[cfg(feature = "cuda")]
 pub mod host;
 pub mod logs;

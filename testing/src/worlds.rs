@@ -10,9 +10,10 @@ use distmuon::Result;
 #[cfg(feature = "cuda")]
 use distmuon::comm::Reduction;
 use distmuon::comm::World;
-use libtest_mimic::Trial;
+use libtest_mimic::{Failed, Trial};
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::empty_operations;
 #[cfg(feature = "cuda")]
 use crate::host::{self, Waits};
 #[cfg(feature = "mpi")]
@@ -130,8 +131,11 @@ pub fn trials(engines: &[Engine], cases: &[Case]) -> Vec<Trial> {
             let case = *case;
             let trial = move || {
                 ENGINE.set(engine);
-                case();
-                Ok(())
+                empty_operations::ensure_none(|| {
+                    case();
+                    Ok(())
+                })
+                .map_err(Failed::from)
             };
             Trial::test(format!("{engine:?}::{name}").to_lowercase(), trial)
         })

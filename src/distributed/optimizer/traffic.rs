@@ -14,7 +14,7 @@ use crate::comm::{Pending, ReduceOp, World};
 use crate::distributed::config::{DistMuonConfig, GradDtype, Gradients, Publish};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
 use crate::error::{Error, Result};
-use crate::flat::bytes;
+use crate::flat::{self, bytes};
 use crate::update::is_half;
 
 /// The messages of a step: which there are, in which order and types, and how many at once.
@@ -52,7 +52,9 @@ impl Reducing {
             Self::Local(gradients) => Ok(gradients),
             Self::Sent(pending) => {
                 // Once, after the sum: a division before it would lose digits in half precision.
-                let mean = pending.wait()?.div_scalar(shard.exchange.group.size() as f64);
+                let ranks = shard.exchange.group.size() as f64;
+                // A rank may have no part of the sum.
+                let mean = flat::mapped(pending.wait()?, |sum| sum.div_scalar(ranks));
                 Ok(if shard.exchange.is_cut() { vec![mean] } else { shard.split(&mean) })
             }
         }
