@@ -63,7 +63,6 @@ pub fn start() -> Result<Arc<AtomicBool>> {
 /// Runs the program in a process that was prepared. The first argument is its name.
 pub fn run(arguments: impl Iterator<Item = OsString>, stop: &AtomicBool) -> Result<()> {
     let (options, saved) = options(arguments)?;
-    check_device()?;
     if let Some(estimate) = options.estimate {
         return estimate.print(&options);
     }
@@ -166,7 +165,7 @@ fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option
     {
         options.ranks = vec![ranks];
     }
-    options.settings.complete(is_given)?;
+    options.settings.complete(&default_device()?, &options.compare, is_given)?;
     let Some(path) = &options.resume else {
         return Ok((options, None));
     };
@@ -177,15 +176,15 @@ fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option
     Ok((options, Some(saved)))
 }
 
-/// Fails if `BURN_DEVICE` names a device that Burn was built without.
-fn check_device() -> Result<()> {
+/// The device that `BURN_DEVICE` names, or an error if Burn was built without it.
+fn default_device() -> Result<Device> {
     // Burn panics for such a device: the panic becomes an error, and its message is printed only
     // once.
     let hook = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));
     let device = panic::catch_unwind(Device::default);
     panic::set_hook(hook);
-    device.map(drop).map_err(|panic| {
+    device.map_err(|panic| {
         let reason = panic.downcast_ref::<String>().map(String::as_str);
         let reason = reason.or(panic.downcast_ref::<&str>().copied()).unwrap_or("BURN_DEVICE");
         anyhow!("{reason} Build train_lm with the device's feature, or name another.")

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use burn::tensor::DType;
+use burn::tensor::{DType, Device};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Arg, Args, Command, ValueEnum};
@@ -92,7 +92,8 @@ pub struct Settings {
     pub iteration: Option<Map<String, Value>>,
     /// Type of the parameters.
     ///
-    /// f16 is trained with loss scaling, by dist-muon or dist-adamw.
+    /// On CUDA, gpt2 and depths have bf16 by default, with master weights in f32, except in runs of
+    /// Burn's own optimizers. f16 is trained with loss scaling, by dist-muon or dist-adamw.
     #[arg(long, value_enum, default_value_t = Dtype::F32, help_heading = "Model")]
     #[serde(default)]
     pub dtype: Dtype,
@@ -207,6 +208,12 @@ impl Preset {
     }
 }
 
+/// Returns `true` for NVIDIA's GPUs, whose matrix units multiply bfloat16 faster than float32.
+fn is_cuda(device: &Device) -> bool {
+    // Burn shows the kind of a device only in this way.
+    format!("{device:?}").contains("Cuda")
+}
+
 impl Settings {
     /// The sizes of the model, and its form.
     pub fn model(&self, vocabulary: usize) -> GptConfig {
@@ -263,8 +270,20 @@ impl Settings {
         recipe.per_head(projections, self.model(self.vocabulary()).heads)
     }
 
-    /// Sets what follows from the depth or the recipe and was not given.
-    pub fn complete(&mut self, is_given: impl Fn(&str) -> bool) -> Result<()> {
+    /// Sets what follows from the device, the depth or the recipe and was not given.
+    pub fn complete(
+        &mut self,
+        device: &Device,
+        compared: &[Contender],
+        is_given: impl Fn(&str) -> bool,
+    ) -> Result<()> {
+        let is_large = self.preset == Preset::Gpt2 || self.depth.is_some();
+        // Burn's optimizers keep no master weights.
+        let mut optimizers = self.optimizer.into_iter().chain(compared.iter().map(|c| c.optimizer));
+        let keeps_masters = !optimizers.any(OptimizerName::is_burns);
+        if is_cuda(device) && is_large && keeps_masters && !is_given("dtype") {
+            self.dtype = Dtype::Bf16;
+        }
         if let Some(recipe) = self.recipe
             && let Some(clip) = recipe.qk_clip()
         {
@@ -596,4 +615,38 @@ impl Progress {
 fn with_nan<'de, D: Deserializer<'de>>(saved: D) -> Result<Vec<(usize, f64)>, D::Error> {
     let curve = Vec::<(usize, Option<f64>)>::deserialize(saved)?.into_iter();
     Ok(curve.map(|(step, loss)| (step, loss.unwrap_or(f64::NAN))).collect())
+}
+
+#[cfg(all(test, feature = "cuda", feature = "flex"))]
+mod tests {
+    use clap::{CommandFactory, FromArgMatches, parser::ValueSource};
+
+    use super::*;
+    use crate::options::Options;
+
+    #[test]
+    fn large_models_have_bfloat16_on_cuda_by_default() {
+        let completed = |device: Device, flags: &str| {
+            let flags = ["train_lm"].into_iter().chain(flags.split(' '));
+            let matches = Options::command().get_matches_from(flags);
+            let mut options = Options::from_arg_matches(&matches).expect("the flags are right");
+            let is_given =
+                |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
+            options.settings.complete(&device, &options.compare, is_given).expect("no conflict");
+            options.settings.dtype
+        };
+        let on_cuda = |flags| completed(Device::cuda(0), flags);
+        for flags in ["--preset gpt2", "--depth 4", "--preset gpt2 --compare muon,dist-adamw"] {
+            assert_eq!(on_cuda(flags), Dtype::Bf16, "{flags}");
+            assert_eq!(completed(Device::flex(), flags), Dtype::F32, "{flags}");
+        }
+        for flags in [
+            "--preset small",
+            "--preset gpt2 --dtype f32",
+            "--preset gpt2 --compare adamw,muon",
+            "--preset gpt2 --optimizer burn-muon",
+        ] {
+            assert_eq!(on_cuda(flags), Dtype::F32, "{flags}");
+        }
+    }
 }
