@@ -619,13 +619,13 @@ fn with_nan<'de, D: Deserializer<'de>>(saved: D) -> Result<Vec<(usize, f64)>, D:
 
 #[cfg(all(test, feature = "cuda", feature = "flex"))]
 mod tests {
-    use clap::{CommandFactory, FromArgMatches, parser::ValueSource};
-
-    use super::*;
-    use crate::options::Options;
-
     #[test]
     fn large_models_have_bfloat16_on_cuda_by_default() {
+        // Here, since the program of the benches has this module without its tests.
+        use super::super::options::Options;
+        use super::*;
+        use clap::{CommandFactory, FromArgMatches, parser::ValueSource};
+
         let completed = |device: Device, flags: &str| {
             let flags = ["train_lm"].into_iter().chain(flags.split(' '));
             let matches = Options::command().get_matches_from(flags);
