@@ -71,7 +71,9 @@ impl fmt::Display for Timeline {
 /// element by element, values are assembled and distributed. So they are for updates that need
 /// whole values, which a plan does not know.
 ///
-/// A rank computes one parameter, or one bucket of the step, after the other.
+/// A rank computes one parameter, or one bucket of the step, after the other. A reduction is one
+/// collective, also where the largest part of an owner makes it two: the time of the second, which
+/// sends the sums to their owners, is left out.
 ///
 /// # Panics
 ///
