@@ -516,3 +516,20 @@ fn a_function_of_elements_reaches_frozen_parameters() {
     let matrix = 3.0 * (WIDTH * WIDTH) as f32;
     assert_eq!(sums.unwrap(), ([matrix, 48.0, matrix], 3.0 * 2048.0));
 }
+
+#[cfg(feature = "cuda")]
+#[test]
+fn gpus_go_on_as_threads_without_nccl_with_a_warning_that_names_it() {
+    use distmuon_testing::logs;
+
+    if distmuon::comm::Nccl::installed_version().is_ok() {
+        distmuon_testing::excused("NCCL is installed");
+        return;
+    }
+    logs::collect();
+    let devices = [0, 1].map(|index| Device::cuda(index).autodiff());
+    let engine = |world: World| Ok::<_, Error>(world.comm().engine_name());
+    assert_eq!(World::threads(devices, engine).unwrap(), ["threads"; 2]);
+    let warnings = logs::with(&["WARN: the ranks are threads on 2 GPUs", "libnccl.so.2"]);
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+}
