@@ -158,7 +158,8 @@ impl DistModuleOptimizer {
 
     /// Runs the backward pass of a loss, and returns the gradients for [`step`](Self::step), in any
     /// placement of the parameters: [`Layout::backward`] of the loss times
-    /// [`loss_scale`](Self::loss_scale). All ranks make this call.
+    /// [`loss_scale`](Self::loss_scale). If the layout divides parameters or reduces gradients in
+    /// passes, all ranks make this call.
     ///
     /// A loss has one backward pass. If two optimizers train two parts of a model by it, call
     /// `loss.backward()` once on one device, and `GradientsParams::from_module(&mut gradients,
