@@ -418,6 +418,38 @@ fn non_finite_gradients_change_nothing_and_are_counted() {
     }
 }
 
+/// The flags of a step start from zeros of the step before.
+#[test]
+fn a_step_after_bad_gradients_of_a_whole_model_leaves_no_parameter() {
+    let net = Net::new(&device());
+    let mut optim = MuonConfig::new().init_batched(&net).unwrap();
+    let (up, norm) = (net.layers[0].up.weight.id, net.layers[1].norm.gamma.id);
+    let values =
+        |net: &Net| [bits(&net.layers[0].up.weight.val()), bits(&net.layers[1].norm.gamma.val())];
+    let mut net = net;
+    for step in 0..6 {
+        let mut gradients = net.gradients(step);
+        let is_bad = step % 2 == 1;
+        if is_bad {
+            let grad = gradients.remove::<2>(up).unwrap();
+            gradients.register(up, grad.mul_scalar(f32::NAN));
+            let grad = gradients.remove::<1>(norm).unwrap();
+            gradients.register(norm, grad.mul_scalar(f32::INFINITY));
+        }
+        let before = net.clone();
+        net = optim.step(0.01, net, gradients).unwrap();
+        for (before, after) in values(&before).iter().zip(values(&net)) {
+            assert_eq!(*before == after, is_bad, "step {step}");
+        }
+        let other = |net: &Net| bits(&net.layers[1].up.weight.val());
+        assert_ne!(other(&before), other(&net), "step {step}");
+    }
+    let skipped = optim.skipped_steps().read();
+    assert_eq!(skipped.len(), 2, "{skipped:?}");
+    assert_eq!(skipped["layers.0.up.weight"], 3);
+    assert_eq!(skipped["layers.1.norm.gamma"], 3);
+}
+
 #[test]
 fn a_non_finite_first_gradient_is_skipped() {
     let linear = LinearConfig::new(4, 4).init(&device());
