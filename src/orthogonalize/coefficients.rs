@@ -158,6 +158,15 @@ impl Coefficients {
         Self::PolarExpressFor { lower, cushion: CUSHION, safety: 1.05 }
     }
 
+    /// The cushioned set for matrices that are divided by `margin` times their norm, as its users
+    /// do by two per cent or one: the first polynomial takes an argument that is smaller by this
+    /// factor.
+    pub(crate) fn cushioned_with_margin(margin: f64) -> Self {
+        let mut set = POLAR_EXPRESS_CUSHIONED;
+        set[0] = scaled(set[0], margin);
+        Self::Custom(set.to_vec())
+    }
+
     /// Returns the number of steps that the set was designed for. For `PolarExpressFor`, that is
     /// the least number, at most 30, after which the singular values that it is made for come out
     /// within 0.2 of 1.
