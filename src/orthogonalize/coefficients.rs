@@ -104,6 +104,11 @@ pub enum Coefficients {
         /// The divisor `s` of the input of every polynomial except the last of the eight, as in
         /// `(a/s, b/s^3, c/s^5)`, so that rounding can't push a singular value out of its interval.
         /// At least 1. Use 1.05 for half precision; the paper has 1.01.
+        ///
+        /// A run of less than eight steps ends with a polynomial that is divided as well, and so
+        /// its results are too small in the mean. With 1.05 and five steps, singular values from
+        /// 3e-3 to 0.3 (evenly over their logarithms) come out with a mean of 0.981, where
+        /// `PolarExpressCushioned` has 0.999, `You` 1.018 and `KellerJordan` 0.905.
         safety: f64,
     },
     /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals, as used by
