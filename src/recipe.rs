@@ -54,10 +54,13 @@ pub(crate) const NANOCHAT_DECAY: f64 = 0.28;
 /// Recipes with heads orthogonalise projections of attention head by head: see
 /// [`per_head`](Self::per_head).
 ///
-/// Most sources divide a matrix by its norm plus a small number (1e-7 to 1e-6), and
-/// [`Torch`](Self::Torch) by the larger of norm and 1e-7, as all recipes do here. The sources
-/// iterate in bfloat16; here [`IterationDtype::Auto`](crate::IterationDtype::Auto) chooses the
-/// type.
+/// [`Torch`](Self::Torch) divides a matrix by the larger of its norm and 1e-7, as all recipes do
+/// with the number of their source ([`NewtonSchulzConfig::epsilon`]): 1e-7, or 1e-6 in `Nanochat`
+/// and `ModdedNanogpt`. The other sources add that number to the norm. What they iterate on is then
+/// half as large where the norm has this size, and one per cent smaller at a hundred times of it.
+/// Kimi K2's recipes and `Motif` have [`Moonlight`](Self::Moonlight)'s number, and `DeepSeekV4` the
+/// crate's default, since no account of its report has one. The sources iterate in bfloat16; here
+/// [`IterationDtype::Auto`](crate::IterationDtype::Auto) chooses the type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -65,13 +68,15 @@ pub enum Recipe {
     /// The defaults of `torch.optim.Muon`, and for all other parameters the defaults of
     /// `torch.optim.AdamW` (<https://github.com/pytorch/pytorch/blob/098e03f/torch/optim/_muon.py>).
     ///
-    /// Exact. The learning rate is constant, since the source leaves its schedule to the program.
+    /// Exact, but for the type of the iteration, which is bfloat16 in the source. The learning rate
+    /// is constant, since the source leaves its schedule to the program.
     Torch,
     /// The defaults of `MuonWithAuxAdam`, the original Muon
     /// (<https://github.com/KellerJordan/Muon/blob/857d1ad/muon.py>).
     ///
     /// AdamW's parameters have 0.015 times the rate of matrices (3e-4 to 0.02). The learning rate
-    /// is constant, since the source leaves its schedule to the program.
+    /// is constant, since the source leaves its schedule to the program. What differs: the source
+    /// adds 1e-7 to the norm, and iterates in bfloat16 only.
     KellerJordan,
     /// The small example program of Moonlight
     /// (<https://github.com/MoonshotAI/Moonlight/blob/c2ad5b2/examples/toy_train.py>; Liu et al.,
@@ -81,21 +86,23 @@ pub enum Recipe {
     /// The rate of the first step is zero, as the source's scheduler has it. The warm-up has 100
     /// steps in the source, and here a twentieth of the run if that is less. Then the rate falls
     /// along a cosine, which would be zero at the step after the run. The source's AdamW adds
-    /// epsilon before it corrects the bias.
+    /// epsilon before it corrects the bias, and its Muon adds 1e-7 to the norm.
     Moonlight,
     /// The base model of nanochat
     /// (<https://github.com/karpathy/nanochat/blob/92d63d4/scripts/base_train.py>, `optim.py` and
     /// `gpt.py`), for batches of 2^19 tokens.
     ///
     /// Momentum, weight decay and learning rate follow the formulas of the source at every step.
-    /// What differs:
+    /// The source divides a matrix by 1.01 times its norm: here the first polynomial does. So no
+    /// restarts are exact enough for the Gram form in bfloat16, and the standard form runs, as in
+    /// the source. What differs:
     ///
-    /// - the source divides a matrix by 1.01 times its norm, here by its norm;
     /// - the source's value embeddings have half the rate of the token embedding, and a decay of
     ///   0.01 in place of 0.001;
     /// - the mixing weights of the source's residual stream have rates and betas of their own
     ///   (`x0_lambdas` 0.5 and betas of 0.96 and 0.95, `smear` and `backout` 0.2);
-    /// - the source renormalises with a floor of 1e-6, here 1e-10; it iterates in bfloat16 only;
+    /// - the source equilibrates rows and renormalises with floors of 1e-6, here 1e-15 of the
+    ///   largest element, and 1e-10; it iterates in bfloat16 only;
     /// - vectors have the rate of the source's `resid_lambdas`, since its norms have no weights;
     /// - the source multiplies the rates of embeddings and head by `sqrt(768 / width)`, and all
     ///   rates and the decay by factors for other batches: [`Dial`](crate::Dial) has these rules.
@@ -103,7 +110,9 @@ pub enum Recipe {
     /// The speed run of modded-nanogpt
     /// (<https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/train_gpt.py>).
     ///
-    /// The momentum follows the formula of the source at every step. What differs:
+    /// The momentum follows the formula of the source at every step. The source divides a matrix by
+    /// 1.02 times its norm: here the first polynomial does, as for [`Nanochat`](Self::Nanochat).
+    /// What differs:
     ///
     /// - the source orthogonalises queries and keys by pairs of heads, here whole: add the rule of
     ///   [`per_head`](Self::per_head);
@@ -113,7 +122,6 @@ pub enum Recipe {
     ///   times the decay, and betas of 0.75 and 0.95; its gates have settings of their own;
     /// - the source's AdamW adds epsilon before it corrects the bias, and its cautious decay leaves
     ///   out products of zero;
-    /// - the source divides a matrix by 1.02 times its norm, here by its norm;
     /// - the decay of a matrix is 1.2 times the rate in the source. Here it is 1.2 times the
     ///   schedule [`Recipe::lr`] at the peak of the source, whichever peak is used;
     /// - AdamW's decay is a constant 0.006. The source has a cautious decay with this peak, which
@@ -166,8 +174,8 @@ pub enum Recipe {
     ///
     /// Twelve steps of one polynomial give the exact polar factor. The rate is constant for three
     /// tenths of the run, then falls in a straight line, which would be zero at the step after it.
-    /// AdamW decays all of its parameters, vectors included. What differs: the source divides a
-    /// matrix by its norm plus 1e-7, and iterates in bfloat16 only.
+    /// AdamW decays all of its parameters, vectors included. What differs: the source adds 1e-7 to
+    /// the norm, and iterates in bfloat16 only.
     #[serde(rename = "track-3")]
     Track3,
     /// Kimi K3 (section 2.5 of its report, <https://arxiv.org/abs/2607.24653>): Kimi K2's settings,
@@ -410,9 +418,37 @@ impl Recipe {
             | Self::KimiK3
             | Self::Glm5 => Coefficients::KellerJordan,
             Self::Track3 => Coefficients::Custom(vec![[2.0, -1.5, 0.5]]),
-            Self::Nanochat | Self::ModdedNanogpt => Coefficients::PolarExpressCushioned,
+            Self::Nanochat => Coefficients::cushioned_with_margin(1.01),
+            Self::ModdedNanogpt => Coefficients::cushioned_with_margin(1.02),
             Self::DeepSeekV4 => Coefficients::DeepSeekV4,
             Self::Motif => Coefficients::polar_express_for(1e-3),
+        }
+    }
+
+    /// The smallest norm by which a matrix is divided: the number that the source adds to the norm,
+    /// or in `torch.optim.Muon` compares with it.
+    fn least_norm(self) -> Option<f64> {
+        match self {
+            Self::Torch
+            | Self::KellerJordan
+            | Self::Moonlight
+            | Self::KimiK2
+            | Self::Motif
+            | Self::Track3
+            | Self::KimiK3
+            | Self::Glm5 => Some(1e-7),
+            Self::Nanochat | Self::ModdedNanogpt => Some(1e-6),
+            Self::DeepSeekV4 => None,
+        }
+    }
+
+    fn newton_schulz(self) -> NewtonSchulzConfig {
+        let config = NewtonSchulzConfig::new()
+            .with_coefficients(self.coefficients())
+            .with_steps(self.iterations());
+        match self.least_norm() {
+            Some(norm) => config.with_epsilon(norm),
+            None => config,
         }
     }
 
@@ -476,11 +512,7 @@ impl MuonConfig {
         let adamw = AdamWConfig::new;
         let config = Self::new()
             .with_momentum(recipe.momentum(steps))
-            .with_newton_schulz(
-                NewtonSchulzConfig::new()
-                    .with_coefficients(recipe.coefficients())
-                    .with_steps(recipe.iterations()),
-            )
+            .with_newton_schulz(recipe.newton_schulz())
             .with_weight_decay(recipe.weight_decay(steps))
             .with_lr_scale(recipe.lr_scale());
         match recipe {
@@ -583,7 +615,7 @@ mod tests {
 
     #[test]
     fn settings_of_matrices_are_those_of_the_sources() {
-        use Coefficients::{DeepSeekV4, KellerJordan, PolarExpressCushioned};
+        use Coefficients::{DeepSeekV4, KellerJordan};
         use LrScale::{MatchRmsAdamW, Original};
         use MomentumForm::{Average, Sum};
         let normuon = || Part::from(NorMuon::new(0.9));
@@ -603,7 +635,7 @@ mod tests {
             (Recipe::Moonlight, KellerJordan, (Sum, true), (MatchRmsAdamW, 1.0), 0.1, 1e-3, vec![]),
             (
                 Recipe::Nanochat,
-                PolarExpressCushioned,
+                Coefficients::cushioned_with_margin(1.01),
                 (Average, true),
                 (Original, 1.0),
                 0.28,
@@ -612,7 +644,7 @@ mod tests {
             ),
             (
                 Recipe::ModdedNanogpt,
-                PolarExpressCushioned,
+                Coefficients::cushioned_with_margin(1.02),
                 (Average, true),
                 (Original, 1.0),
                 1.2 * 0.023,
@@ -650,6 +682,12 @@ mod tests {
                 _ => None,
             };
             assert_eq!(config.newton_schulz.steps, steps, "{recipe:?}");
+            let least_norm = match recipe {
+                Recipe::Nanochat | Recipe::ModdedNanogpt => 1e-6,
+                Recipe::DeepSeekV4 => NewtonSchulzConfig::new().epsilon,
+                _ => 1e-7,
+            };
+            assert_eq!(config.newton_schulz.epsilon, least_norm, "{recipe:?}");
             assert_eq!((config.momentum.form, config.momentum.nesterov), (form, nesterov));
             assert_eq!(
                 config.momentum.momentum.at(STEPS / 4),

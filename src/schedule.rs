@@ -27,6 +27,8 @@ enum Curve {
     Hold,
     Linear,
     Cosine,
+    /// A power of the steps that are left, with its exponent.
+    Power(f64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -71,6 +73,27 @@ impl Schedule {
     /// Appends `steps` steps along half a cosine to `to`, the value of the last of these steps.
     pub fn cosine(self, steps: usize, to: f64) -> Self {
         self.then(Curve::Cosine, steps, to)
+    }
+
+    /// Appends `steps` steps to `to`, the value of the last of these steps, in which the distance
+    /// from `to` is a power of the steps that are left. Its exponent has to be above zero: 1 is a
+    /// straight line, more begins steeply and ends flat, and less the other way round. With another
+    /// exponent the values are NaN, which every check of a setting or a learning rate rejects.
+    ///
+    /// Result 46 of modded-nanogpt's third track (<https://github.com/KellerJordan/modded-nanogpt>,
+    /// June 2026) cools down with an exponent of 1.2, to zero at step 2900:
+    ///
+    /// ```
+    /// use distmuon::Schedule;
+    ///
+    /// // min(peak, c (2900 - step)^1.2), for a `c` with which the rate falls from step 900 on.
+    /// let lr = Schedule::constant(0.0375).hold(901).power(2_000, 0.0, 1.2);
+    /// assert_eq!(lr.at(900), 0.0375);
+    /// assert!((lr.at(1_900) - 0.0375 * 0.5_f64.powf(1.2)).abs() < 1e-12);
+    /// ```
+    pub fn power(self, steps: usize, to: f64, exponent: f64) -> Self {
+        let exponent = if exponent > 0.0 { exponent } else { f64::NAN };
+        self.then(Curve::Power(exponent), steps, to)
     }
 
     /// Makes a linear warm-up of `warmup` steps to `peak`, `constant` steps at `peak`, and a linear
@@ -128,6 +151,7 @@ impl Schedule {
                     Curve::Cosine => {
                         to + (from - to) * 0.5 * (1.0 + (core::f64::consts::PI * progress).cos())
                     }
+                    Curve::Power(exponent) => to + (from - to) * (1.0 - progress).powf(*exponent),
                 };
             }
             first_step += steps;
@@ -142,9 +166,14 @@ impl Schedule {
         ScheduledLr { schedule: self, step: 0 }
     }
 
-    /// The start value and the final values of all segments. All other values lie between them.
+    /// The start value and the final values of all segments. All other values lie between them, or
+    /// are NaN, as the extreme of their segment then is.
     pub(crate) fn extremes(&self) -> impl Iterator<Item = f64> + '_ {
-        core::iter::once(self.start).chain(self.segments.iter().map(|segment| segment.to))
+        let extreme = |segment: &Segment| match segment.curve {
+            Curve::Power(exponent) if exponent.is_nan() => exponent,
+            _ => segment.to,
+        };
+        core::iter::once(self.start).chain(self.segments.iter().map(extreme))
     }
 
     /// The number of steps after which it no longer changes: zero for a constant.
@@ -240,6 +269,29 @@ mod tests {
         let schedule = Schedule::constant(1.0).hold(2).linear(4, 3.0).cosine(2, 1.0);
         let values: Vec<f64> = (0..9).map(|step| schedule.at(step)).collect();
         assert_eq!(values, [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn a_power_follows_the_steps_that_are_left() {
+        let (peak, start, end) = (0.5, 3, 11);
+        let schedule = Schedule::constant(peak).hold(start + 1).power(end - start, 0.0, 1.2);
+        for step in 0..=end {
+            let left = (end - step) as f64 / (end - start) as f64;
+            let expected = (peak * left.powf(1.2)).min(peak);
+            assert!((schedule.at(step) - expected).abs() < 1e-15, "{step}");
+        }
+        assert_eq!(schedule.at(end + 5), 0.0);
+        assert_eq!(schedule.settled(), end + 1);
+        let straight = Schedule::constant(1.0).power(4, 3.0, 1.0);
+        assert!(
+            (0..6).all(|step| straight.at(step) == Schedule::constant(1.0).linear(4, 3.0).at(step))
+        );
+        for exponent in [0.0, -1.0, f64::NAN] {
+            let schedule = Schedule::constant(0.9).power(4, 0.8, exponent);
+            assert!(schedule.at(3).is_nan(), "{exponent}");
+            let config = crate::MuonConfig::new().with_momentum(schedule.into());
+            assert!(config.try_build().is_err(), "{exponent}");
+        }
     }
 
     #[test]

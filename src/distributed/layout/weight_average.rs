@@ -21,8 +21,14 @@ impl Layout {
     /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): late in the
     /// run, clone the model, and call `layout.average(average, &model, 1.0 - 1.0 / 150.0)` after
     /// every step. Before an evaluation, `layout.average(model.clone(), &average, 0.4)` has 0.4 of
-    /// the model and 0.6 of the average. In half precision the average has the digits of the
-    /// parameters.
+    /// the model and 0.6 of the average. In the source, the token embedding is bfloat16 and has no
+    /// average, and all other parameters are float32. Here all float parameters have one.
+    ///
+    /// The average is stored in the types of the parameters. In half precision, a change that is
+    /// smaller than half a digit of the average is lost: in bfloat16, where `(1 - decay)` times the
+    /// distance of `P` from `A` is less than about `A / 512`. With a decay near 1, such an average
+    /// stays where it began. Average a model in float32, or call it every several steps with a
+    /// smaller decay.
     ///
     /// A rank averages the parts that it has.
     ///
@@ -60,8 +66,7 @@ impl Layout {
                 error.get_or_insert(Error::parameter(path, rank, reason, remedy));
                 return old;
             };
-            // In half precision, a step of `1 - decay` is below the rounding of the average, which
-            // would never move.
+            // Half precision would round the decay as well: 0.999 is 1 in bfloat16.
             let precise = precise_dtype(old.dtype());
             let kept = old.cast(precise).mul_scalar(decay);
             kept + value.cast(precise).mul_scalar(1.0 - decay)

@@ -23,7 +23,9 @@ pub(super) const LOOKAHEAD: &str = "lookahead";
 /// Let the lookahead end at zero, so that the run ends at `x`. Where it is not zero, an evaluation
 /// sees the point ahead. The source of the 39th result of modded-nanogpt's track 3 (pull request
 /// 308, May 2026) has a decay of 0.99, and a lookahead of 0.6 times the share of the highest
-/// learning rate from step 500 to 2400 of 3125, and zero before and after.
+/// learning rate from step 500 to 2400 of 3125, and zero before and after. It wraps the optimizer
+/// of the whole model, and so moves all parameters. The part moves the matrices that Muon updates
+/// alone: embeddings, the head and vectors are not ahead.
 ///
 /// The average is float32 (float64 for float64 parameters), and as large as the momentum.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
