@@ -559,6 +559,11 @@ impl MuonUpdate {
                 let lr = |section: &Section| batch.parameters[section.parameter].lr;
                 started.by_section(sections.iter().map(|section| self.lr_factor * lr(section)))
             }),
+            base_lr: self.reads(Quantity::BaseLr).then(|| {
+                let Inputs { batch, sections, .. } = started.inputs;
+                let lr = |section: &Section| batch.parameters[section.parameter].lr;
+                started.by_section(sections.iter().map(lr))
+            }),
             old: self.reads(Quantity::Old).then(|| started.inputs.whole()),
             old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(started.inputs.whole())),
             old_output_norms: self
