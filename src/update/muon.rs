@@ -13,7 +13,9 @@ use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::ledger::Ledger;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
-use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius, norms_along};
+use super::parts::{
+    Context, Known, Matrices, Part, Quantity, Stage, check_combination, frobenius, norms_along,
+};
 use super::precision::{InState, Precision, is_half};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
@@ -200,6 +202,7 @@ impl MuonUpdate {
             return Ok(self.clone());
         }
         let momentum = self.momentum.clone().with_momentum(momentum.into());
+        check_combination(&self.parts, &momentum, &self.weight_decay)?;
         Ok(Self { momentum, ..self.clone() })
     }
 
@@ -209,7 +212,9 @@ impl MuonUpdate {
         if self.has_own_decay {
             return Ok(self.clone());
         }
-        Ok(Self { weight_decay: self.weight_decay.at_rate(rate), ..self.clone() })
+        let weight_decay = self.weight_decay.at_rate(rate);
+        check_combination(&self.parts, &self.momentum, &weight_decay)?;
+        Ok(Self { weight_decay, ..self.clone() })
     }
 
     /// The slots of a batch of matrices, of stacks or not, for parameters of a type.
@@ -558,6 +563,11 @@ impl MuonUpdate {
                 let Inputs { batch, sections, .. } = started.inputs;
                 let lr = |section: &Section| batch.parameters[section.parameter].lr;
                 started.by_section(sections.iter().map(|section| self.lr_factor * lr(section)))
+            }),
+            base_lr: self.reads(Quantity::BaseLr).then(|| {
+                let Inputs { batch, sections, .. } = started.inputs;
+                let lr = |section: &Section| batch.parameters[section.parameter].lr;
+                started.by_section(sections.iter().map(lr))
             }),
             old: self.reads(Quantity::Old).then(|| started.inputs.whole()),
             old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(started.inputs.whole())),

@@ -51,7 +51,7 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             ];
             MuonConfig::new()
                 .with_parts(parts)
-                .with_momentum(corrected)
+                .with_momentum(corrected.clone())
                 .with_weight_decay(0.0.into())
                 .with_rest(LionConfig::new().with_weight_decay(0.1).into())
         }),
@@ -85,6 +85,22 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let ahead = EmaNesterov::new(Schedule::constant(0.6));
             let parts = vec![Namo::per_input(0.9, 0.75).into(), ahead.into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
+        }),
+        ("decay at the rate of an update", {
+            let namo = Namo::new(0.9).with_bias_correction(true).with_weight_decay(0.9);
+            MuonConfig::new()
+                .with_parts(vec![namo.into(), NorMuon::new(0.9).into()])
+                .with_momentum(corrected.with_nesterov(false))
+                .with_weight_decay(0.0.into())
+        }),
+        ("decay at the rates of inputs", {
+            // Some rates of updates and of decays are larger.
+            let namo = Namo::per_input(0.9, 0.75).with_largest_rate(Some(0.006));
+            let ahead = EmaNesterov::new(Schedule::constant(0.6));
+            MuonConfig::new()
+                .with_parts(vec![namo.with_weight_decay(0.9).into(), ahead.into()])
+                .with_weight_decay(0.0.into())
+                .with_rule(RoutingRule::muon(r"weights\.1").lr_factor(2.0))
         }),
         ("several momenta", {
             let parts = vec![MomentumMixture::k_maxwell().into(), NorMuon::new(0.9).into()];
@@ -135,8 +151,8 @@ pub fn with_momentum(muon: MuonConfig, momentum: Schedule) -> MuonConfig {
 }
 
 /// Returns a configuration whose update needs no more of values than to apply directions to them:
-/// without the parts that read or constrain values, and with decoupled weight decay instead of one
-/// before or after them.
+/// without the parts and decays that read or constrain values, and with decoupled weight decay
+/// instead of one before or after them.
 pub fn separable(mut muon: MuonConfig) -> MuonConfig {
     muon.parts.retain(|part| {
         !matches!(
@@ -149,6 +165,11 @@ pub fn separable(mut muon: MuonConfig) -> MuonConfig {
                 | Part::RelativeUpdate(_)
         )
     });
+    for part in &mut muon.parts {
+        if let Part::Namo(namo) = part {
+            namo.weight_decay = 0.0;
+        }
+    }
     muon.weight_decay = match muon.weight_decay {
         WeightDecay::Coupled(decay) | WeightDecay::CautiousAfter(decay) => {
             WeightDecay::Decoupled(decay)

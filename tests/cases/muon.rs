@@ -1,8 +1,8 @@
 //! The settings of a case of Muon.
 
 use distmuon::parts::{
-    AdaMuon, EmaNesterov, Hyperball, MomentumMixture, Muown, Namo, NorMuon, RadialBrake,
-    RelativeUpdate, Sign,
+    AdaMuon, EmaNesterov, Hyperball, Mars, MomentumMixture, Muown, Namo, NorMuon, RadialBrake,
+    RelativeUpdate, Renormalization, Sign,
 };
 use distmuon::{
     Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
@@ -24,6 +24,8 @@ pub struct MuonSettings {
     pub momentum_form: FormName,
     pub momentum: f64,
     pub nesterov: bool,
+    #[serde(default)]
+    pub bias_correction: bool,
     pub scale: ScaleName,
     pub weight_decay: f64,
     #[serde(default)]
@@ -37,11 +39,17 @@ pub struct MuonSettings {
     #[serde(default)]
     pub second_moment: Option<SecondMoment>,
     #[serde(default)]
+    pub namo: Option<AdaptiveNorm>,
+    #[serde(default)]
+    pub rms: Option<f64>,
+    #[serde(default)]
     pub hyperball: Option<Ball>,
     #[serde(default)]
     pub relative_update: Option<Ratio>,
     #[serde(default)]
     pub radial_brake: Option<Brake>,
+    #[serde(default)]
+    pub mars: Option<Variance>,
     #[serde(default)]
     pub momentum_mixture: Option<Mixture>,
     #[serde(default)]
@@ -162,13 +170,13 @@ pub enum ViewName {
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SecondMoment {
-    method: SecondMomentName,
-    beta2: f64,
-    epsilon: f64,
+    pub method: SecondMomentName,
+    pub beta2: f64,
+    pub epsilon: f64,
 }
 
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-enum SecondMomentName {
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub enum SecondMomentName {
     #[serde(rename = "normuon")]
     NorMuon,
     #[serde(rename = "normuon-rows")]
@@ -177,6 +185,26 @@ enum SecondMomentName {
     AdaMuon,
     #[serde(rename = "namo")]
     Namo,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdaptiveNorm {
+    pub beta2: f64,
+    pub epsilon: f64,
+    /// For the norms of columns.
+    #[serde(default)]
+    pub limit: Option<f64>,
+    #[serde(default)]
+    pub weight_decay: f64,
+    #[serde(default)]
+    pub largest_rate: Option<f64>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Variance {
+    pub gamma: f64,
 }
 
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -236,6 +264,18 @@ impl Lookahead {
     }
 }
 
+impl AdaptiveNorm {
+    fn part(self, bias_correction: bool) -> Part {
+        let Self { beta2, epsilon, limit, weight_decay, largest_rate } = self;
+        let part = match limit {
+            None => Namo::new(beta2),
+            Some(limit) => Namo::per_input(beta2, limit),
+        };
+        let part = part.with_epsilon(epsilon).with_bias_correction(bias_correction);
+        part.with_weight_decay(weight_decay).with_largest_rate(largest_rate).into()
+    }
+}
+
 impl Mixture {
     fn part(self) -> Part {
         MomentumMixture::new(self.ages, self.weights, self.momentum).into()
@@ -266,7 +306,8 @@ impl MuonSettings {
         let momentum = MomentumConfig::new()
             .with_momentum(self.momentum())
             .with_form(self.momentum_form.form())
-            .with_nesterov(self.nesterov);
+            .with_nesterov(self.nesterov)
+            .with_bias_correction(self.bias_correction);
         let newton_schulz = NewtonSchulzConfig::new()
             .with_coefficients(self.coefficients.set())
             .with_steps(Some(self.ns_steps))
@@ -275,16 +316,20 @@ impl MuonSettings {
             .with_dtype(self.iteration_dtype.dtype());
         let (scale, factor) = self.scale.scale();
         let second_moment = self.second_moment.map(SecondMoment::part);
+        let namo = self.namo.map(|namo| namo.part(self.bias_correction));
+        let rms = self.rms.map(|size| Renormalization::rms(size).into());
         let ratio = self.relative_update.map(Ratio::part);
         let hyperball = self.hyperball.map(|ball| Hyperball::fixed(ball.radius).into());
         let brake = self
             .radial_brake
             .map(|Brake { outward, inward }| RadialBrake::new(outward, inward).into());
+        let mars = self.mars.map(|Variance { gamma }| Mars::new(gamma).into());
         let mixture = self.momentum_mixture.clone().map(Mixture::part);
         let sign = self.sign.then(|| Sign.into());
         let muown = self.muown.map(Magnitudes::part);
         let ahead = self.ema_nesterov.map(Lookahead::part);
-        let parts = [mixture, sign, second_moment, ratio, hyperball, brake, muown, ahead];
+        let parts =
+            [mars, mixture, sign, second_moment, namo, rms, ratio, hyperball, brake, muown, ahead];
         Ok(MuonConfig::new()
             .with_newton_schulz(newton_schulz)
             .with_momentum(momentum)

@@ -12,8 +12,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
 use super::muon::{
-    Brake, FormName, Lookahead, Magnitudes, Mixture, MuonSettings, NormalizationName, Ratio,
-    ScaleName, ViewName, WeightDecayName,
+    AdaptiveNorm, Brake, FormName, Lookahead, Magnitudes, Mixture, MuonSettings, NormalizationName,
+    Ratio, ScaleName, SecondMoment, SecondMomentName, Variance, ViewName, WeightDecayName,
 };
 use super::{Case, Header, Outcome};
 
@@ -149,6 +149,62 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
                 "ema_nesterov": {"decay": 0.99, "from": 0.6, "to": 0.0, "steps": 5},
             }),
         ),
+        ("own-mars", vec![24, 36], 0.02, json!({"nesterov": false, "mars": {"gamma": 0.025}})),
+        (
+            "own-mars-stack",
+            vec![3, 20, 12],
+            0.05,
+            json!({"nesterov": false, "momentum": 0.8, "mars": {"gamma": 0.1}, "view": "batch"}),
+        ),
+        ("own-namo", vec![28, 20], 0.02, json!({"namo": {"beta2": 0.95, "epsilon": 1e-8}})),
+        (
+            "own-namo-columns",
+            vec![3, 12, 20],
+            0.02,
+            json!({"view": "batch", "namo": {"beta2": 0.9, "epsilon": 1e-8, "limit": 0.9}}),
+        ),
+        (
+            "own-namo-corrected",
+            vec![20, 36],
+            0.05,
+            json!({
+                "nesterov": false, "bias_correction": true, "scale": "match_rms_adamw",
+                "weight_decay": 0.0,
+                "namo": {
+                    "beta2": 0.99, "epsilon": 1e-8, "weight_decay": 2.0, "largest_rate": 1.0,
+                },
+            }),
+        ),
+        (
+            "own-namo-corrected-nesterov",
+            vec![3, 16, 10],
+            0.02,
+            json!({
+                "momentum": 0.9, "bias_correction": true, "view": "batch",
+                "namo": {"beta2": 0.99, "epsilon": 5.0},
+            }),
+        ),
+        (
+            "own-namo-corrected-columns",
+            vec![36, 20],
+            0.05,
+            json!({
+                "nesterov": false, "bias_correction": true, "weight_decay": 0.0,
+                "namo": {
+                    "beta2": 0.99, "epsilon": 1e-8, "limit": 0.75, "weight_decay": 2.0,
+                    "largest_rate": 0.035,
+                },
+            }),
+        ),
+        (
+            "own-sign-adamuon",
+            vec![20, 32],
+            0.02,
+            json!({
+                "sign": true, "nesterov": false, "scale": "none", "rms": 0.2,
+                "second_moment": {"method": "adamuon", "beta2": 0.95, "epsilon": 1e-8},
+            }),
+        ),
     ]
 }
 
@@ -241,7 +297,9 @@ pub fn check_own(folder: &Path) -> Outcome<()> {
 fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let settings: MuonSettings =
         serde_json::from_value(header.config.clone()).expect("the header has all settings");
-    let has_parts = settings.second_moment.is_some() || settings.hyperball.is_some();
+    let is_normuon = |moment: &SecondMoment| !matches!(moment.method, SecondMomentName::AdaMuon);
+    let has_parts =
+        settings.second_moment.as_ref().is_some_and(is_normuon) || settings.hyperball.is_some();
     let is_cut = settings.splits.is_some() || settings.heads.is_some();
     let is_known = matches!(
         settings.weight_decay_method,
@@ -264,6 +322,10 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
     let schedule = settings.coefficients.set().schedule(settings.ns_steps).expect("a usable set");
     let mut parameter = init.to_vec();
     let mut momentum = vec![0.0; init.len()];
+    // The sum of the weights of the gradients in the momentum.
+    let mut weight = 0.0;
+    let mut previous = vec![0.0; init.len()];
+    let mut moments = vec![Moments::default(); init.len() / (rows * columns)];
     let averages = settings.momentum_mixture.as_ref().map_or(0, |mixture| mixture.ages.len());
     let mut averages = vec![vec![0.0; init.len()]; averages];
     // The average of the last steps of `ema_nesterov`, and the lookahead of the step.
@@ -276,7 +338,7 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
         .iter()
         .enumerate()
         .map(|(step, grad)| {
-            let (mut grad, before) = (grad.clone(), parameter.clone());
+            let (given, mut grad, before) = (grad, grad.clone(), parameter.clone());
             if let Some(Mixture { ages, weights, momentum }) = &settings.momentum_mixture {
                 let mut mixed: Vec<f64> = grad.iter().map(|g| (1.0 - momentum) * g).collect();
                 for ((average, age), weight) in averages.iter_mut().zip(ages).zip(weights) {
@@ -294,7 +356,6 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
             {
                 row.split(values, grad);
             }
-            let grad = &grad;
             let mu = match &settings.momentum_warmup {
                 Some(warmup) if step < warmup.steps => {
                     let progress = (step + 1) as f64 / warmup.steps as f64;
@@ -306,13 +367,32 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                 FormName::Lerp => 1.0 - mu,
                 FormName::Sum => 1.0,
             };
+            if let Some(Variance { gamma }) = settings.mars {
+                for (index, grad) in grad.chunks_mut(rows * columns).enumerate() {
+                    let previous = &mut previous[index * rows * columns..];
+                    for (g, previous) in grad.iter_mut().zip(previous) {
+                        let given = *g;
+                        *g += gamma * mu / (1.0 - mu) * (given - *previous);
+                        *previous = given;
+                    }
+                    let norm = norm(grad).max(1.0);
+                    grad.iter_mut().for_each(|g| *g /= norm);
+                }
+            }
+            let grad = &grad;
             for (m, g) in momentum.iter_mut().zip(grad) {
                 *m = mu * *m + fresh * g;
             }
+            weight = mu * weight + fresh;
             let look_ahead = |(m, g): (&f64, &f64)| mu * m + fresh * g;
             let update: Vec<f64> = match settings.nesterov {
                 true => momentum.iter().zip(grad).map(look_ahead).collect(),
                 false => momentum.clone(),
+            };
+            let update: Vec<f64> = match (settings.bias_correction, settings.nesterov) {
+                (false, _) => update,
+                (true, false) => update.iter().map(|x| x / weight).collect(),
+                (true, true) => update.iter().map(|x| x / (mu * weight + fresh)).collect(),
             };
             let signs = |x: &f64| if *x == 0.0 { 0.0 } else { x.signum() };
             let update: Vec<f64> = match settings.sign {
@@ -328,7 +408,12 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                     NormalizationName::Schatten4 => newton_schulz_schatten(&matrix, &schedule),
                     NormalizationName::Aol => newton_schulz_aol(&matrix, &schedule),
                 };
-                let update = faer::Scale(settings.lr_factor * scale) * orthogonal;
+                let grad = &given[k * rows * columns..][..rows * columns];
+                let grad = Mat::from_fn(rows, columns, |i, j| grad[i * columns + j]);
+                let scale = settings.lr_factor * scale;
+                let (orthogonal, decays) =
+                    moments[k].apply(&settings, [header.lr, scale], orthogonal, [&grad, &matrix]);
+                let update = faer::Scale(scale) * orthogonal;
                 let matrix = &mut parameter[k * rows * columns..][..rows * columns];
                 let old = Mat::from_fn(rows, columns, |i, j| matrix[i * columns + j]);
                 if let Some(magnitudes) = settings.muown {
@@ -340,7 +425,7 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                     }
                     continue;
                 }
-                let new = stepped(&settings, header.lr, &old, update);
+                let new = stepped(&settings, header.lr, &old, update, &decays);
                 for (index, value) in matrix.iter_mut().enumerate() {
                     *value = new[(index / columns, index % columns)];
                 }
@@ -362,8 +447,79 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
         .collect()
 }
 
-/// A matrix after a step by an update, with the parts and the decay of the settings.
-fn stepped(settings: &MuonSettings, lr: f64, old: &Mat<f64>, mut update: Mat<f64>) -> Mat<f64> {
+/// The second moments of a matrix.
+#[derive(Clone, Default)]
+struct Moments {
+    steps: i32,
+    of_elements: Option<Mat<f64>>,
+    of_columns: Vec<f64>,
+}
+
+impl Moments {
+    /// The result of the iteration after the parts with second moments, and the decay of every
+    /// column that comes with it, from the rate and its scale, and the gradient and the update
+    /// before the iteration.
+    fn apply(
+        &mut self,
+        settings: &MuonSettings,
+        [lr, scale]: [f64; 2],
+        mut orthogonal: Mat<f64>,
+        [grad, update]: [&Mat<f64>; 2],
+    ) -> (Mat<f64>, Vec<f64>) {
+        self.steps += 1;
+        let (rows, columns) = (update.nrows(), update.ncols());
+        if let Some(SecondMoment { beta2, epsilon, .. }) = settings.second_moment {
+            let old = self.of_elements.take().unwrap_or_else(|| Mat::zeros(rows, columns));
+            let new = Mat::from_fn(rows, columns, |i, j| {
+                beta2 * old[(i, j)] + (1.0 - beta2) * orthogonal[(i, j)].powi(2)
+            });
+            orthogonal = Mat::from_fn(rows, columns, |i, j| {
+                orthogonal[(i, j)] / (new[(i, j)].sqrt() + epsilon)
+            });
+            self.of_elements = Some(new);
+        }
+        let mut decays = vec![0.0; columns];
+        if let Some(namo) = settings.namo {
+            let AdaptiveNorm { beta2, epsilon, limit, weight_decay, largest_rate } = namo;
+            let norm = |matrix: &Mat<f64>, column: usize| match limit {
+                None => matrix.norm_l2(),
+                Some(_) => matrix.col(column).norm_l2(),
+            };
+            self.of_columns.resize(columns, 0.0);
+            let corrected =
+                if settings.bias_correction { 1.0 - beta2.powi(self.steps) } else { 1.0 };
+            let mut factors = vec![];
+            for (column, moment) in self.of_columns.iter_mut().enumerate() {
+                *moment = beta2 * *moment + (1.0 - beta2) * norm(grad, column).powi(2);
+                let root = moment.sqrt() + epsilon;
+                factors.push(f64::sqrt(corrected) * norm(update, column) / root);
+            }
+            if let Some(limit) = limit.filter(|limit| *limit > 0.0) {
+                let mean = factors.iter().sum::<f64>() / columns as f64;
+                factors.iter_mut().for_each(|f| *f = f.clamp(limit * mean, mean / limit));
+            }
+            let most = largest_rate.unwrap_or(f64::INFINITY);
+            let factor = |j: usize| factors[j].min(most / (lr * scale));
+            orthogonal = Mat::from_fn(rows, columns, |i, j| factor(j) * orthogonal[(i, j)]);
+            decays = factors.iter().map(|f| weight_decay * (lr * f).min(most)).collect();
+        }
+        if let Some(rms) = settings.rms {
+            let norm = rms * ((rows * columns) as f64).sqrt();
+            orthogonal = faer::Scale(norm / orthogonal.norm_l2()) * &orthogonal;
+        }
+        (orthogonal, decays)
+    }
+}
+
+/// A matrix after a step by an update, with the parts and the decay of the settings, and the decays
+/// of columns.
+fn stepped(
+    settings: &MuonSettings,
+    lr: f64,
+    old: &Mat<f64>,
+    mut update: Mat<f64>,
+    of_columns: &[f64],
+) -> Mat<f64> {
     if let Some(Ratio { least, most, rows }) = settings.relative_update {
         let factor = |old: f64, update: f64| {
             let floor = (least * old / update).max(1.0);
@@ -379,6 +535,7 @@ fn stepped(settings: &MuonSettings, lr: f64, old: &Mat<f64>, mut update: Mat<f64
     let is_after = settings.weight_decay_method == WeightDecayName::CautiousAfter;
     let kept = if is_after { 1.0 } else { 1.0 - decay };
     let mut new = faer::Scale(kept) * old - faer::Scale(lr) * &update;
+    new = Mat::from_fn(new.nrows(), new.ncols(), |i, j| new[(i, j)] - of_columns[j] * old[(i, j)]);
     if let Some(Brake { outward, inward }) = settings.radial_brake {
         let change = new.norm_l2() - old.norm_l2();
         let fraction = if change > 0.0 { outward } else { inward };

@@ -6,6 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
+use distmuon::parts::{MomentumMixture, Namo};
 use distmuon::{AdamWConfig, Error, MuonConfig, Result};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{Case, cases};
@@ -201,6 +202,17 @@ fn settings_of_a_running_program_that_differ_or_are_invalid_are_rejected() {
         let error = error.unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
+    // As when they are configured.
+    let namo = Namo::new(0.9).with_weight_decay(0.1).into();
+    let muon = config().muon.with_parts(vec![namo]).with_weight_decay(0.0.into());
+    let mut optim = muon.init_batched(&net).unwrap();
+    optim.set_weight_decay(0.0).unwrap();
+    let error = optim.set_weight_decay(0.1).unwrap_err().to_string();
+    assert!(error.contains("NAMO decays at the rate of its update"), "{error}");
+    let mixture = MomentumMixture::k_maxwell().into();
+    let muon = config().muon.with_parts(vec![mixture]).with_momentum(0.0.into());
+    let error = muon.init_batched(&net).unwrap().set_momentum(0.9).unwrap_err().to_string();
+    assert!(error.contains("the mixture is the momentum"), "{error}");
 }
 
 fn requests_that_differ_between_ranks_fail_before_the_step() {

@@ -60,6 +60,28 @@ pub(crate) fn check(
             ));
         }
     }
+    if let Some(namo) = parts.iter().position(|part| matches!(part, Part::Namo(p) if p.decays())) {
+        if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
+            return Err(Error::setting(
+                "weight_decay",
+                format!("{weight_decay:?} with a decay of NAMO"),
+                "zero, since NAMO decays at the rate of its update (or leave \
+                 `Namo::weight_decay` at zero)",
+            ));
+        }
+        if let Some(other) = parts.iter().find(fixes_norm) {
+            return together(
+                format!("{other} with a decay of NAMO"),
+                "no `Namo::weight_decay`, since the other part sets the norm of the parameter",
+            );
+        }
+        if parts[..namo].iter().any(|part| matches!(part, Part::EmaNesterov(_))) {
+            return together(
+                "EMA-Nesterov before a decay of NAMO".to_owned(),
+                "the other order, since the average of the steps would lack the decay",
+            );
+        }
+    }
     // The rest is about a part that fixes the norms of parameters.
     let Some(fixing) = parts.iter().find(fixes_norm) else {
         return Ok(());

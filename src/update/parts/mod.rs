@@ -51,7 +51,8 @@ pub use sign::Sign;
 /// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
 /// [`Hyperball`] with [`MaxNorm`], with [`RadialBrake`] or with a weight decay that only scales,
 /// [`Muown`] with one of these parts or with any weight decay, [`EmaNesterov`] with any of these
-/// four parts or with a decay after the parts, [`MomentumMixture`] with a momentum,
+/// four parts or with a decay after the parts, [`MomentumMixture`] with a momentum, a decay of
+/// [`Namo`] with another weight decay, with [`Hyperball`] or [`Muown`], or after [`EmaNesterov`],
 /// and a scale after the iteration ([`Renormalization`], [`Namo`], [`RelativeUpdate`] of matrices)
 /// right before a part that sets the norm anew.
 ///
@@ -209,6 +210,7 @@ impl Matrices {
 pub(super) enum Quantity {
     Keep,
     Lr,
+    BaseLr,
     Old,
     OldNorm,
     OldOutputNorms,
@@ -229,6 +231,8 @@ pub(super) struct Known {
     pub keep: Option<Tensor<3>>,
     /// The learning rate, without the factor of the shape.
     pub lr: Option<Tensor<3>>,
+    /// The learning rate without any factor.
+    pub base_lr: Option<Tensor<3>>,
     /// The parameter before the step, `[k, m, n]`.
     pub old: Option<Tensor<3>>,
     /// The Frobenius norm of the parameter before the step.

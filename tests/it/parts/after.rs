@@ -122,7 +122,7 @@ fn namo_scales_each_input_by_norms_of_its_own() {
                     false => [1.0; 2],
                 };
                 let factor = |input: usize| {
-                    let root = (moments[input] / by_moment).sqrt() + 1e-8;
+                    let root = (moments[input].sqrt() + 1e-8) / f64::sqrt(by_moment);
                     update.col(input).norm_l2() / by_update / root
                 };
                 let factors: Vec<f64> = (0..inputs).map(factor).collect();
@@ -164,7 +164,7 @@ fn namo_scales_by_the_norms_of_momentum_and_gradients() {
                     true => [1.0 - f64::powi(mu, step + 1), 1.0 - f64::powi(BETA_2, step)],
                     false => [1.0; 2],
                 };
-                let root = (moment / by_moment).sqrt() + epsilon;
+                let root = (moment.sqrt() + epsilon) / f64::sqrt(by_moment);
                 times(update.norm_l2() / by_update / root, &iterated(&update))
             });
             let expected: Vec<_> = expected.collect();

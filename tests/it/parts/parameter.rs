@@ -3,8 +3,10 @@
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, Int, Tensor, s};
-use distmuon::parts::{Hyperball, MaxNorm, Muown, RadialBrake, RelativeUpdate};
-use distmuon::{MatrixLayout, MuonConfig, Part, RoutingRule, Schedule, WeightDecay};
+use distmuon::parts::{Hyperball, MaxNorm, Muown, Namo, RadialBrake, RelativeUpdate};
+use distmuon::{
+    MatrixLayout, MomentumConfig, MuonConfig, Part, RoutingRule, Schedule, WeightDecay,
+};
 use distmuon_testing::references::random;
 use faer::Mat;
 
@@ -92,6 +94,76 @@ fn the_radial_brake_keeps_a_fraction_of_the_change_of_the_norm() {
             });
         }
     }
+}
+
+/// The steps of NAMO with a decay, by the formulas of <https://arxiv.org/abs/2602.17080>: the norms
+/// of whole matrices, or with a limit those of columns, the inputs.
+fn with_namo(grads: &[Mat<f64>], namo: Namo, mu: f64) -> Vec<Mat<f64>> {
+    let (mut value, inputs) = (start(grads), grads[0].ncols());
+    let (mut moments, mut momentum) = (vec![0.0; inputs], times(0.0, &grads[0]));
+    let step = |(step, grad): (i32, &Mat<f64>)| {
+        momentum = times(mu, &momentum) + times(1.0 - mu, grad);
+        let norm = |matrix: &Mat<f64>, input: usize| match namo.per_input {
+            None => matrix.norm_l2(),
+            Some(_) => matrix.col(input).norm_l2(),
+        };
+        for (input, moment) in moments.iter_mut().enumerate() {
+            *moment = namo.beta_2 * *moment + (1.0 - namo.beta_2) * norm(grad, input).powi(2);
+        }
+        let corrected = (1.0 - namo.beta_2.powi(step)).sqrt() / (1.0 - mu.powi(step));
+        let factor = |j: usize| corrected * norm(&momentum, j) / (moments[j].sqrt() + namo.epsilon);
+        let factors: Vec<f64> = (0..inputs).map(factor).collect();
+        let mean = factors.iter().sum::<f64>() / inputs as f64;
+        let limited = |factor: f64| match namo.per_input {
+            Some(limit) => factor.clamp(limit * mean, mean / limit),
+            None => factor,
+        };
+        let rate = |lr: f64, input: usize| {
+            (lr * limited(factors[input])).min(namo.largest_rate.unwrap_or(f64::INFINITY))
+        };
+        let iterated = iterated(&momentum);
+        value = mapped(&value, |i, j, value| {
+            (1.0 - namo.weight_decay * rate(LR, j)) * value - rate(LR * SCALE, j) * iterated[(i, j)]
+        });
+        value.clone()
+    };
+    (1..).zip(grads).map(step).collect()
+}
+
+#[test]
+fn namo_decays_at_the_rate_of_its_update() {
+    let mu = 0.9;
+    let momentum = MomentumConfig::from(mu).with_nesterov(false).with_bias_correction(true);
+    // The limits are below some rates of updates, and below some of decays.
+    for largest in [None, Some(0.3), Some(0.06)] {
+        for namo in [Namo::new(0.8), Namo::per_input(0.8, 0.75), Namo::per_input(0.8, 0.1)] {
+            for decay in [0.0, 2.5] {
+                let namo = namo.with_bias_correction(true).with_epsilon(0.5);
+                let namo = namo.with_weight_decay(decay).with_largest_rate(largest);
+                let config = with(namo).with_momentum(momentum.clone());
+                for (case, grads) in cases() {
+                    let sizes = [1.0, 30.0, 0.1];
+                    let grads: Vec<_> =
+                        grads.iter().zip(sizes).map(|(grad, size)| times(size, grad)).collect();
+                    let expected = with_namo(&grads, namo, mu);
+                    for layout in LAYOUTS {
+                        let actual = trajectory(&config, &start(&grads), &grads, LR, layout);
+                        all_close(&actual, &expected, &format!("{case}, {namo:?}"));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Settings of runs that were saved before the part had a decay.
+#[test]
+fn namo_is_read_from_json_with_and_without_its_decay() {
+    let old = r#"{"Namo": {"beta_2": 0.9, "epsilon": 1e-30}}"#;
+    assert_eq!(serde_json::from_str::<Part>(old).unwrap(), Namo::new(0.9).into());
+    let namo = Namo::per_input(0.99, 0.75).with_weight_decay(0.1).with_largest_rate(Some(1.0));
+    let text = serde_json::to_string(&Part::from(namo)).unwrap();
+    assert_eq!(serde_json::from_str::<Part>(&text).unwrap(), namo.into());
 }
 
 #[derive(Module, Debug)]

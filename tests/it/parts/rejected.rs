@@ -1,12 +1,13 @@
 //! Settings and combinations of parts that no run can use.
 
+use burn::module::Param;
 use distmuon::parts::{
     AdaMuon, EmaNesterov, Hyperball, Mars, MaxNorm, MomentumMixture, Muown, Namo, NorMuon,
     RadialBrake, RelativeUpdate, Renormalization, RowEquilibration,
 };
-use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
+use distmuon::{Error, MomentumConfig, MuonConfig, Part, RoutingRule, Schedule, WeightDecay};
 
-use super::plain;
+use super::{One, plain, random, tensor};
 
 /// The setting that is rejected, and the message.
 fn rejected(config: &MuonConfig) -> (String, String) {
@@ -34,9 +35,12 @@ fn invalid_settings_of_parts_are_rejected() {
         invalid.push((NorMuon::new(0.9).with_epsilon(value).into(), "NorMuon.epsilon"));
         invalid.push((AdaMuon::new(0.9).with_epsilon(value).into(), "AdaMuon.epsilon"));
         invalid.push((Namo::new(0.9).with_epsilon(value).into(), "Namo.epsilon"));
+        invalid.push((Namo::new(0.9).with_weight_decay(value).into(), "Namo.weight_decay"));
         invalid.push((Mars::new(value).into(), "Mars.gamma"));
     }
     for value in not_above_zero {
+        let limited = Namo::new(0.9).with_largest_rate(Some(value));
+        invalid.push((limited.into(), "Namo.largest_rate"));
         invalid.push((Hyperball::fixed(value).into(), "Hyperball.radius"));
         invalid.push((MaxNorm::new(value).into(), "MaxNorm.limit"));
         invalid.push((Renormalization::rms(value).into(), "Renormalization.target"));
@@ -88,6 +92,7 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
     let (ball, namo) = (Part::from(Hyperball::initial()), Part::from(Namo::new(0.9)));
     let orthogonal = Part::from(Renormalization::orthogonal());
     let ahead = Part::from(EmaNesterov::new(0.5.into()));
+    let decaying = Part::from(Namo::new(0.9).with_weight_decay(0.1));
     for (parts, reason) in [
         (vec![NorMuon::new(0.9).into(), NorMuon::per_output(0.5).into()], "at most once"),
         (vec![RowEquilibration.into(), RowEquilibration.into()], "at most once"),
@@ -99,6 +104,9 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         (vec![ahead.clone(), ball.clone()], "norm that the other sets"),
         (vec![MaxNorm::new(1.0).into(), ahead.clone()], "norm that the other sets"),
         (vec![Muown::new().into(), ahead.clone()], "norm that the other sets"),
+        (vec![ball.clone(), decaying.clone()], "sets the norm of the parameter"),
+        (vec![decaying.clone(), Muown::new().into()], "sets the norm of the parameter"),
+        (vec![ahead.clone(), decaying.clone()], "would lack the decay"),
         (vec![namo.clone(), ball.clone()], "undoes the scale"),
         (vec![namo.clone(), orthogonal.clone()], "undoes the scale"),
         // Parts of other stages are not in between.
@@ -127,6 +135,8 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         vec![namo, NorMuon::new(0.9).into(), ball.clone()],
         vec![orthogonal, NorMuon::new(0.9).into()],
         vec![MaxNorm::new(1.0).into(), Mars::new(0.1).into()],
+        vec![MaxNorm::new(1.0).into(), decaying.clone()],
+        vec![decaying, ahead],
     ] {
         plain().with_parts(parts).try_build().unwrap();
     }
@@ -159,7 +169,7 @@ fn decay_that_hyperball_undoes_is_rejected() {
 }
 
 #[test]
-fn a_mixture_replaces_the_momentum_and_muown_the_decay() {
+fn a_mixture_replaces_the_momentum_and_muown_and_namo_the_decay() {
     let mixture = || plain().with_parts(vec![MomentumMixture::k_maxwell().into()]);
     for momentum in [Schedule::from(0.9), Schedule::momentum_warmup(0.95, 3)] {
         let (setting, message) = rejected(&mixture().with_momentum(momentum.into()));
@@ -175,6 +185,21 @@ fn a_mixture_replaces_the_momentum_and_muown_the_decay() {
     }
     muown().with_weight_decay(0.0.into()).try_build().unwrap();
 
+    let namo =
+        |decay: f64| plain().with_parts(vec![Namo::new(0.9).with_weight_decay(decay).into()]);
+    let later = WeightDecay::Cautious(Schedule::constant(0.0).linear(10, 0.1));
+    for decay in [WeightDecay::from(0.1), WeightDecay::Coupled(0.1.into()), later] {
+        let (setting, message) = rejected(&namo(0.1).with_weight_decay(decay.clone()));
+        let reason = "expected zero, since NAMO decays at the rate of its update";
+        assert!(setting == "weight_decay" && message.contains(reason), "{message}");
+        namo(0.0).with_weight_decay(decay).try_build().unwrap();
+    }
+    let rule = RoutingRule::muon("weight").weight_decay(0.2);
+    let model = One { weight: Param::from_tensor(tensor(&random(4, 6, 1))) };
+    let error = namo(0.1).with_rule(rule).try_init(&model).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("NAMO decays at the rate of its update"), "{error}");
+    namo(0.1).try_build().unwrap();
+
     let ahead = || plain().with_parts(vec![EmaNesterov::new(0.5.into()).into()]);
     let after = WeightDecay::CautiousAfter(0.1.into());
     let (setting, message) = rejected(&ahead().with_weight_decay(after));
@@ -187,6 +212,11 @@ fn parts_are_shown_by_name_and_stage() {
     for (part, text) in [
         (Part::from(NorMuon::new(0.9)), "NorMuon (after the iteration)"),
         (Mars::new(0.1).into(), "MARS (on the gradient)"),
+        (Namo::new(0.9).into(), "NAMO (after the iteration)"),
+        (
+            Namo::new(0.9).with_weight_decay(0.1).into(),
+            "NAMO (after the iteration and on the parameter)",
+        ),
         (Hyperball::initial().into(), "hyperball (after the iteration and on the parameter)"),
     ] {
         assert_eq!(part.to_string(), text);
