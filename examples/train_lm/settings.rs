@@ -92,8 +92,11 @@ pub struct Settings {
     pub iteration: Option<Map<String, Value>>,
     /// Type of the parameters.
     ///
-    /// On CUDA, gpt2 and depths have bf16 by default, with master weights in f32, except in runs of
-    /// Burn's own optimizers. f16 is trained with loss scaling, by dist-muon or dist-adamw.
+    /// On CUDA, gpt2 and depths have bf16 by default, with f32 masters.
+    ///
+    /// Runs of Burn's own optimizers have f32 there, too.
+    ///
+    /// f16 is trained with loss scaling, by dist-muon or dist-adamw.
     #[arg(long, value_enum, default_value_t = Dtype::F32, help_heading = "Model")]
     #[serde(default)]
     pub dtype: Dtype,
