@@ -85,6 +85,36 @@ pub struct Section {
     pub bytes: u64,
     /// CRC-32 of the tensor's bytes and of the zeros between them and the next tensor.
     pub checksum: u32,
+    /// The place of the elements in a larger tensor, if the file has only some of its elements.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub excerpt: Option<Excerpt>,
+}
+
+/// The place of elements in a tensor, of which other files of the folder have the other elements.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Excerpt {
+    /// The shape of the whole tensor.
+    pub whole: Vec<usize>,
+    /// The ranges of the whole, flat, in the order of the file.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl Excerpt {
+    /// Returns `true` if the ranges lie in the whole, and a section has as many elements and bytes.
+    fn fits(&self, section: &Section) -> bool {
+        let Some(whole) = elements(&self.whole) else { return false };
+        let held = self.ranges.iter().try_fold(0_usize, |held, range| {
+            let is_inside = range.start <= range.end && range.end <= whole;
+            is_inside.then(|| held.checked_add(range.len())).flatten()
+        });
+        let bytes = held.and_then(|held| held.checked_mul(section.dtype.size()));
+        held == elements(&section.shape) && bytes.is_some_and(|bytes| bytes as u64 == section.bytes)
+    }
+}
+
+/// The number of elements of a shape. `None` if it exceeds 64 bits.
+fn elements(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d))
 }
 
 impl Index {
@@ -162,13 +192,18 @@ impl Index {
     /// Fails if the length of the container is not as in the index.
     fn check(&self, container: u64) -> Result<(), String> {
         // Checked here: whoever reads the tensor multiplies the sizes without a check.
-        let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
         let overflows = |section: &&Section| elements(&section.shape).is_none();
         if let Some(section) = self.tensors.iter().find(overflows) {
             return Err(format!(
                 "tensor `{}` has too many elements: shape {:?}",
                 section.name, section.shape
             ));
+        }
+        let misfits = |section: &&Section| {
+            section.excerpt.as_ref().is_some_and(|excerpt| !excerpt.fits(section))
+        };
+        if let Some(section) = self.tensors.iter().find(misfits) {
+            return Err(format!("tensor `{}` does not fit the whole that it is of", section.name));
         }
         let spans = self.spans();
         let end = spans.map(|spans| spans.last().map_or(self.head.bytes, |span| span.end));

@@ -55,7 +55,9 @@
 //! JSON: a table of the float parameters, and the caller's value.
 //!
 //! A folder of [parts](Saver::with_parts) has one such file from each rank, with some of the
-//! tensors, and `index.json`: for each file its name, its length, and the CRC-32 in its footer.
+//! tensors, and `index.json`: for each file its name, its length, and the CRC-32 in its footer. Of
+//! a state that several ranks hold, each of their files has an excerpt, as a flat tensor: the index
+//! of the file then has the shape of the whole, and the ranges of its elements.
 //!
 //! Files of version 1, which held two records as tensors of bytes without checksums, can be loaded.
 

@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 
 /// The name of the index in its folder.
 const INDEX: &str = "index.json";
-/// The version of the index.
-const VERSION: u32 = 1;
+/// The version of the index. In version 1, every tensor was in one part as a whole.
+const VERSION: u32 = 2;
 /// The extension of a part, and of the file that says why a rank has none.
 const PART: &str = "bpk";
 const FAILURE: &str = "failed";
@@ -384,9 +384,9 @@ fn find_index(folder: &Path) -> Result<Option<Index>> {
     };
     let index: Index = serde_json::from_slice(&bytes)
         .map_err(|error| broken(&path, format!("it can't be parsed: {error}")))?;
-    if index.version != VERSION {
+    if !(1..=VERSION).contains(&index.version) {
         let version = index.version;
-        let reason = format!("its version is unknown: expected {VERSION}, got {version}");
+        let reason = format!("its version is unknown: expected 1 to {VERSION}, got {version}");
         return Err(broken(&path, reason));
     }
     // A name with a folder would lead out of the checkpoint.
@@ -406,7 +406,9 @@ fn find_index(folder: &Path) -> Result<Option<Index>> {
 /// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint; if the folder has no
 /// index, or a part is missing, damaged or of another save.
 pub fn open(path: &Path) -> Result<Archive> {
-    if path.is_dir() { open_folder(path) } else { Archive::open(path) }
+    let archive = if path.is_dir() { open_folder(path)? } else { Archive::open(path)? };
+    archive.ensure_whole()?;
+    Ok(archive)
 }
 
 fn open_folder(folder: &Path) -> Result<Archive> {

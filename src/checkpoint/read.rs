@@ -47,14 +47,42 @@ pub struct Stored {
 
 /// The location of a tensor's elements.
 enum Location {
-    /// A range of the file: `bytes` bytes of elements, then zeros. The checksum covers both.
-    File {
-        file: Arc<Source>,
-        range: Range<u64>,
-        bytes: usize,
-        checksum: u32,
-    },
+    File(InFile),
+    /// The ranges of the elements that each of several files has.
+    Files(Vec<(Vec<Range<usize>>, InFile)>),
     Memory(Bytes),
+}
+
+/// A range of a file: `bytes` bytes of elements, then zeros. The checksum covers both.
+struct InFile {
+    file: Arc<Source>,
+    range: Range<u64>,
+    bytes: usize,
+    checksum: u32,
+}
+
+impl InFile {
+    /// Reads the elements of a tensor and verifies their checksum.
+    fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let Self { file, range, bytes, checksum } = self;
+        let part = format!("tensor `{name}`");
+        let count = (range.end - range.start) as usize;
+        let mut data = file.read(|file| {
+            let data = bytes_at(file, range.start, count, &part)?;
+            // Verified in memory: a second read could return other bytes.
+            verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
+        })?;
+        // The zeros after the elements were read for the checksum only.
+        data.truncate(*bytes);
+        Ok(data)
+    }
+
+    /// Verifies the checksum of a tensor without keeping it in memory.
+    fn verify(&self, name: &str) -> Result<()> {
+        let Self { file, range, checksum, .. } = self;
+        let part = format!("tensor `{name}`");
+        file.read(|file| verify(&part, *checksum, checksum_of(file, range.clone(), &part)?))
+    }
 }
 
 /// A file with tensors.
@@ -82,9 +110,33 @@ impl Stored {
     /// Bytes of the elements.
     fn bytes(&self) -> usize {
         match &self.location {
-            Location::File { bytes, .. } => *bytes,
+            Location::File(InFile { bytes, .. }) => *bytes,
+            Location::Files(files) => files.iter().map(|(_, file)| file.bytes).sum(),
             Location::Memory(bytes) => bytes.len(),
         }
+    }
+
+    /// Takes the location of further elements over from the same tensor of another file. Returns
+    /// `false` if it is another tensor, or if either of the files has the whole.
+    fn join(&mut self, next: Self) -> bool {
+        let are_alike = self.dtype == next.dtype && self.shape == next.shape && self.id == next.id;
+        match (&mut self.location, next.location) {
+            (Location::Files(files), Location::Files(others)) if are_alike => {
+                files.extend(others);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns `true` if every element is in exactly one place.
+    fn is_whole(&self) -> bool {
+        let Location::Files(files) = &self.location else { return true };
+        let mut ranges: Vec<_> = files.iter().flat_map(|(ranges, _)| ranges).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        let end =
+            ranges.into_iter().try_fold(0, |end, range| (range.start == end).then_some(range.end));
+        end == Some(self.shape.iter().product())
     }
 }
 
@@ -120,13 +172,15 @@ impl Archive {
         let spans = index.spans().expect("`Index::read` has checked the spans");
         let file = Arc::new(Source { path: path.to_owned(), file: kept(file) });
         let tensors = index.tensors.into_iter().zip(spans).map(|(section, range)| {
-            let location = Location::File {
-                file: file.clone(),
-                range,
-                bytes: section.bytes as usize,
-                checksum: section.checksum,
+            let Section { name, dtype, mut shape, id, bytes, checksum, excerpt } = section;
+            let in_file = InFile { file: file.clone(), range, bytes: bytes as usize, checksum };
+            let location = match excerpt {
+                None => Location::File(in_file),
+                Some(excerpt) => {
+                    shape = excerpt.whole;
+                    Location::Files(vec![(excerpt.ranges, in_file)])
+                }
             };
-            let Section { name, dtype, shape, id, .. } = section;
             (name, Stored { dtype, shape, id, location })
         });
         Ok(Self {
@@ -144,7 +198,7 @@ impl Archive {
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if a tensor is in several parts.
+    /// [`Error::Checkpoint`] if several parts have a whole tensor, or other tensors of one name.
     pub fn join(&mut self, next: Self) -> Result<()> {
         let digest = digest(&[&self.digest().to_le_bytes(), &next.digest().to_le_bytes()]);
         self.digest = digest.into();
@@ -155,13 +209,35 @@ impl Archive {
             self.metadata.entry(name).or_insert(text);
         }
         for (name, stored) in next.tensors {
-            if self.tensors.contains_key(&name) {
+            let is_new = match self.tensors.get_mut(&name) {
+                Some(known) => known.join(stored),
+                None => self.tensors.insert(name.clone(), stored).is_none(),
+            };
+            if !is_new {
                 let reason = format!("tensor `{name}` is in another part, too");
                 return Err(broken(&next.path, reason));
             }
-            self.tensors.insert(name, stored);
         }
         Ok(())
+    }
+
+    /// Fails if it has some elements of a tensor and not all, as a part of a folder has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] that names the tensor.
+    pub fn ensure_whole(&self) -> Result<()> {
+        match self.tensors.iter().find(|(_, stored)| !stored.is_whole()) {
+            None => Ok(()),
+            Some((name, Stored { dtype, shape, .. })) => {
+                let [expected, got] =
+                    [shape.iter().product(), self.tensors[name].bytes() / dtype.size()];
+                Err(self.broken(format!(
+                    "tensor `{name}` is not whole: expected its {expected} elements once each, got \
+                     {got}; a file of a folder is not a checkpoint without the others"
+                )))
+            }
+        }
     }
 
     /// The archive under another path.
@@ -272,8 +348,10 @@ impl Archive {
         let tensors = self.tensors.iter().filter_map(|(name, stored)| {
             let Renamed { name, id } = renamed(name)?;
             let Stored { dtype, shape, .. } = stored;
-            let bytes = stored.bytes();
-            Some(Planned { name, dtype: *dtype, shape: shape.clone(), id: id.or(stored.id), bytes })
+            Some(Planned {
+                bytes: stored.bytes(),
+                ..Planned::new(name, *dtype, shape.clone(), id.or(stored.id))
+            })
         });
         let named = |name: &str| renamed(name).map(|renamed| renamed.name);
         let scalars = self.scalars.iter();
@@ -357,17 +435,19 @@ impl Archive {
         };
         let bytes = match &stored.location {
             Location::Memory(bytes) => bytes.clone(),
-            Location::File { file, range, bytes, checksum } => {
-                let part = format!("tensor `{name}`");
-                let count = (range.end - range.start) as usize;
-                let mut data = file.read(|file| {
-                    let data = bytes_at(file, range.start, count, &part)?;
-                    // Verified in memory: a second read could return other bytes.
-                    verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
-                })?;
-                // The zeros after the elements were read for the checksum only.
-                data.truncate(*bytes);
-                Bytes::from_bytes_vec(data)
+            Location::File(file) => Bytes::from_bytes_vec(file.read(name)?),
+            Location::Files(files) => {
+                let (mut all, size) = (vec![0; stored.bytes()], stored.dtype.size());
+                for (ranges, file) in files {
+                    let (bytes, mut end) = (file.read(name)?, 0);
+                    for range in ranges {
+                        let start = end;
+                        end += range.len() * size;
+                        all[range.start * size..range.end * size]
+                            .copy_from_slice(&bytes[start..end]);
+                    }
+                }
+                Bytes::from_bytes_vec(all)
             }
         };
         TensorData::try_from_bytes(bytes, stored.shape.clone(), stored.dtype)
@@ -380,13 +460,13 @@ impl Archive {
     ///
     /// As [`data`](Self::data).
     pub fn verify(&self, name: &str) -> Result<()> {
-        let Some(Location::File { file, range, checksum, .. }) =
-            self.tensors.get(name).map(|stored| &stored.location)
-        else {
-            return Ok(());
-        };
-        let part = format!("tensor `{name}`");
-        file.read(|file| verify(&part, *checksum, checksum_of(file, range.clone(), &part)?))
+        match self.tensors.get(name).map(|stored| &stored.location) {
+            None | Some(Location::Memory(_)) => Ok(()),
+            Some(Location::File(file)) => file.verify(name),
+            Some(Location::Files(files)) => {
+                files.iter().try_for_each(|(_, file)| file.verify(name))
+            }
+        }
     }
 
     /// Converts a state to Burn's record, which is in host memory as a whole. The names are those

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::iter;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex};
@@ -12,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use burn::tensor::{DType, TensorData};
 use burn_pack::{AtomicFile, Bytes, Scalar, Writer, aligned_data_section_start};
 
-use super::layout::{Head, Index, Section, bytes_at, checksum_of};
+use super::layout::{Excerpt, Head, Index, Section, bytes_at, checksum_of};
 use super::{OPTIMIZER, prefixed};
 use crate::comm::message;
 use crate::error::{Error, Result};
@@ -28,13 +29,22 @@ pub struct Planned {
     /// Identity of the tensor's parameter.
     pub id: Option<u64>,
     pub bytes: usize,
+    /// `None` for a tensor that is written as a whole.
+    pub excerpt: Option<Excerpt>,
 }
 
 impl Planned {
     /// A tensor whose size follows from its shape and type, as for all types except quantized ones.
     pub fn new(name: String, dtype: DType, shape: Vec<usize>, id: Option<u64>) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.size();
-        Self { name, dtype, shape, id, bytes }
+        Self { name, dtype, shape, id, bytes, excerpt: None }
+    }
+
+    /// The same tensor, of which these ranges are written, flat.
+    pub fn excerpt(self, ranges: Vec<Range<usize>>) -> Self {
+        let shape = vec![ranges.iter().map(Range::len).sum()];
+        let excerpt = Some(Excerpt { whole: self.shape, ranges });
+        Self { excerpt, ..Self::new(self.name, self.dtype, shape, self.id) }
     }
 }
 
@@ -155,6 +165,7 @@ impl Saving {
             id: planned.id,
             bytes: planned.bytes as u64,
             checksum: 0,
+            excerpt: planned.excerpt,
         });
         let index = Index {
             head: Head::default(),
@@ -355,7 +366,7 @@ fn container(contents: &Contents, source: Producer) -> Writer {
             let next = source.lock().expect("no holder of the lock panics").next();
             next.ok_or_else(|| burn_pack::Error::IoError("the save was aborted".to_owned()))
         };
-        let Planned { name, dtype, shape, id, bytes } = planned.clone();
+        let Planned { name, dtype, shape, id, bytes, .. } = planned.clone();
         burn_pack::Tensor::deferred(name, dtype, shape, id, bytes, next)
     });
     // The path is the temporary file's, which must not get another extension.

@@ -1,6 +1,7 @@
 //! Checkpoints to which every rank writes a part: folders that continue on other numbers of ranks,
 //! and bad ones.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -12,18 +13,23 @@ use burn::tensor::{Device, Distribution, Int, Tensor};
 use distmuon::Result;
 use distmuon::checkpoint::{self, Saver};
 use distmuon::comm::World;
-use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients, Layout};
 use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{Case, Folder, cases};
 use serde::{Serialize, Serializer};
+use serde_json::Value;
 
-use crate::custom::{self, custom, muon};
-use crate::{Net, device, loads_states, ranks, ranks_here};
+use crate::custom::{self, custom};
+use crate::{Net, config, device, loads_states, ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![parts_continue_bit_for_bit_on_any_number_of_ranks,];
 
 pub const IN_PROCESS: &[Case] = cases![
     every_rank_writes_its_share,
+    every_rank_writes_the_momentum_that_it_owns,
+    owned_parameters_are_written_by_their_owners,
+    a_checkpoint_without_a_part_is_not_whole,
+    folders_of_version_1_are_loaded,
     damaged_parts_are_rejected,
     parts_of_other_saves_are_rejected,
     a_rank_that_cannot_write_ends_the_save_on_all_ranks,
@@ -48,7 +54,15 @@ fn train(
 
 /// Saves in parts, and returns once the checkpoint is complete.
 fn save<T: Serialize>(world: &World, path: &Path, steps: u64, progress: &T) -> Result<()> {
-    let (net, optim) = train(world, None, 0..steps)?;
+    save_run(world, path, train(world, None, 0..steps)?, progress)
+}
+
+fn save_run<T: Serialize>(
+    world: &World,
+    path: &Path,
+    (net, optim): (Net, DistModuleOptimizer),
+    progress: &T,
+) -> Result<()> {
     let mut saver = Saver::new().with_parts().with_patience(Duration::from_secs(20));
     saver.save(path, &net, &optim, progress)?;
     let saved = saver.wait();
@@ -89,21 +103,32 @@ fn parts_continue_bit_for_bit_on_any_number_of_ranks() {
     if !loads_states() {
         return;
     }
+    // AdamW's parameters are cut into rows, and those of users' optimizers are whole.
+    for config in [config(), custom()] {
+        parts_continue(&config.with_gradients(Gradients::Averaged));
+    }
+}
+
+fn parts_continue(config: &DistMuonConfig) {
     let folder = Folder::create();
     let path = |count: usize| folder.path().join(format!("{count}.parts"));
+    let train = |world: &World, from: Option<&Path>, steps: Range<u64>| {
+        custom::train(world, config, from, steps)
+    };
     let weights = |count: usize, from: Option<&Path>, steps: Range<u64>| {
         ranks(count, |world| Ok(train(&world, from, steps.clone())?.0.weights())).unwrap()
     };
     let uninterrupted = weights(1, None, 0..8).swap_remove(0);
     for saved in [1, 2, 3, 4] {
-        ranks(saved, |world| save(&world, &path(saved), 5, &5u64)).unwrap();
+        ranks(saved, |world| save_run(&world, &path(saved), train(&world, None, 0..5)?, &5u64))
+            .unwrap();
         for count in [1, 2, 3, 4] {
             for weights in weights(count, Some(&path(saved)), 5..8) {
                 assert!(weights == uninterrupted, "saved on {saved}, loaded on {count}");
             }
         }
         let net = Net::new(&device());
-        let optim = muon().init(&net);
+        let optim = config.muon.init(&net);
         let (mut net, mut optim, step): (_, _, u64) =
             checkpoint::load(path(saved), net, optim).unwrap();
         let alone = checkpoint::load_weights(path(saved), Net::new(&device())).unwrap();
@@ -116,30 +141,153 @@ fn parts_continue_bit_for_bit_on_any_number_of_ranks() {
     }
 }
 
-/// Every rank writes about as many bytes, and a state is sent to its writer alone.
-fn every_rank_writes_its_share() {
-    let folder = Folder::create();
-    let (parts, _) = files(&saved(&folder, "run", 2));
-    let bytes: Vec<u64> = parts.iter().map(|part| fs::metadata(part).unwrap().len()).collect();
-    let [least, most] = [*bytes.iter().min().unwrap(), *bytes.iter().max().unwrap()];
-    // Rank 0 also writes the counters, in tensors of one element.
-    assert!(parts.len() == 3 && most < least * 2, "{bytes:?}");
+/// The tensors of a part: the sections of its index, as JSON, by their names.
+fn sections(part: &Path) -> BTreeMap<String, Value> {
+    let bytes = fs::read(part).unwrap();
+    let (_, footer) = bytes.split_at(bytes.len() - 24);
+    let length = u64::from_le_bytes(*footer.first_chunk().unwrap()) as usize;
+    let index: Value = serde_json::from_slice(&bytes[bytes.len() - 24 - length..][..length])
+        .expect("an index before the footer");
+    let sections = index["tensors"].as_array().unwrap().iter();
+    sections.map(|one| (one["name"].as_str().unwrap().to_owned(), one.clone())).collect()
+}
 
-    let path = folder.path().join("counted");
-    let sent = ranks_here(3, |world| {
-        let (net, _) = train(&world, None, 0..0)?;
+/// The bytes that each rank sends in a save in parts, and the paths and owners of the matrices.
+fn sent(
+    count: usize,
+    path: &Path,
+    layout: impl Fn(&World) -> Layout + Sync,
+    config: &DistMuonConfig,
+) -> Vec<(usize, Vec<(String, usize)>)> {
+    let sent = ranks_here(count, |world| {
+        let net = world.broadcast(Net::new(world.device()))?;
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
-        let optim = custom().init(&world, &net)?;
+        let (net, optim) = config.start(layout(&world), net)?;
         traffic.lock().unwrap().clear();
         let mut saver = Saver::new().with_parts();
-        saver.save(&path, &net, &optim, &1u64)?;
+        saver.save(path, &net, &optim, &1u64)?;
         saver.wait()?;
-        Ok(traffic.lock().unwrap().get("gather").copied().unwrap_or(0))
+        let sent = traffic.lock().unwrap().values().sum::<usize>();
+        let plan = optim.plan();
+        let owned = plan.parameters().iter().enumerate().filter(|(_, one)| one.matrices() == 1);
+        let owned = owned.map(|(index, one)| (one.path.clone(), plan.owner(index, 0)));
+        Ok((sent, owned.collect()))
     });
-    let (sent, states) = (sent.unwrap(), bytes.iter().sum::<u64>() as usize);
-    assert!(sent.iter().all(|sent| *sent > 0), "{sent:?}: every rank sends to the others");
-    assert!(sent.iter().sum::<usize>() < states, "{sent:?} of {states}: each value once at most");
+    sent.unwrap()
+}
+
+/// No state is sent, and the file of each rank has what it owns.
+fn every_rank_writes_the_momentum_that_it_owns() {
+    let folder = Folder::create();
+    for count in [2, 3] {
+        let path = folder.path().join(format!("{count}"));
+        let runs = sent(count, &path, |world| world.into(), &config());
+        assert!(runs.iter().all(|(sent, _)| *sent == 0), "{runs:?}");
+        let (parts, _) = files(&path);
+        let sections: Vec<_> = parts.iter().map(|part| sections(part)).collect();
+        let id = |path: &str| {
+            let mut models = sections.iter().filter_map(|one| one.get(&format!("model.{path}")));
+            models.next().expect("a part has the parameter")["id"].as_u64().unwrap()
+        };
+        let (_, matrices) = &runs[0];
+        assert!(matrices.len() > count, "{matrices:?}");
+        for (path, owner) in matrices {
+            let name = format!("optimizer.{}.momentum", id(path));
+            let has: Vec<_> =
+                (0..count).filter(|rank| sections[*rank].contains_key(&name)).collect();
+            assert_eq!(has, [*owner], "{path}");
+            assert!(sections[*owner][&name].get("excerpt").is_none(), "{path}");
+        }
+        // The rows of AdamW's parameters are in the files of the ranks that have them.
+        let mut parts_of: BTreeMap<&str, usize> = BTreeMap::new();
+        for section in sections.iter().flatten().filter(|(_, one)| one.get("excerpt").is_some()) {
+            *parts_of.entry(section.0).or_default() += 1;
+        }
+        // On two ranks, the cut lies between two of them.
+        assert_eq!(parts_of.is_empty(), count == 2, "{parts_of:?}");
+        assert!(parts_of.values().all(|parts| *parts > 1), "{parts_of:?}");
+    }
+}
+
+/// Values that have one owner are not sent either.
+fn owned_parameters_are_written_by_their_owners() {
+    let folder = Folder::create();
+    for count in [2, 3] {
+        let path = folder.path().join(format!("{count}"));
+        let owned = |world: &World| Layout::from(world).owned("dp").with_small_elements(1);
+        let runs = sent(count, &path, owned, &config());
+        let runs: Vec<usize> = runs.into_iter().map(|(sent, _)| sent).collect();
+        let whole = folder.path().join(format!("{count}.bpk"));
+        ranks_here(count, |world| {
+            let net = world.broadcast(Net::new(world.device()))?;
+            let (net, optim) = config().start(owned(&world), net)?;
+            checkpoint::save(&whole, &net, &optim, &1u64)
+        })
+        .unwrap();
+        let bytes = fs::metadata(&whole).unwrap().len() as usize;
+        // Only the rows of the three parameters that are updated element by element.
+        assert!(runs.iter().sum::<usize>() < bytes / 4, "{runs:?} of {bytes}");
+        let load = |path: &Path| checkpoint::load_weights(path, Net::new(&device())).unwrap();
+        assert!(load(&path).weights() == load(&whole).weights());
+    }
+}
+
+fn a_checkpoint_without_a_part_is_not_whole() {
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    sent(3, &path, |world| world.into(), &config());
+    let (parts, index) = files(&path);
+    let text = fs::read_to_string(&index).unwrap();
+    let mut listed: Value = serde_json::from_str(&text).unwrap();
+    listed["parts"].as_array_mut().unwrap().remove(1);
+    fs::write(&index, listed.to_string()).unwrap();
+    for bad in [&path, &parts[0]] {
+        let error = &load_errors(bad)[0];
+        assert!(error.contains("is not whole") && error.contains("optimizer."), "{error}");
+    }
+    // A part twice: both have the same elements.
+    listed = serde_json::from_str(&text).unwrap();
+    let listed_parts = listed["parts"].as_array_mut().unwrap();
+    listed_parts.push(listed_parts[1].clone());
+    fs::write(&index, listed.to_string()).unwrap();
+    let error = &load_errors(&path)[0];
+    assert!(error.contains("is in another part, too") || error.contains("is not whole"), "{error}");
+}
+
+/// In them, every tensor is in one part.
+fn folders_of_version_1_are_loaded() {
+    if !loads_states() {
+        return;
+    }
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    ranks_here(1, |world| save(&world, &path, 1, &1u64)).unwrap();
+    let (_, index) = files(&path);
+    let text = fs::read_to_string(&index).unwrap();
+    let older = text.replacen(r#""version":2"#, r#""version":1"#, 1);
+    assert_ne!(older, text);
+    fs::write(&index, older).unwrap();
+    ranks_here(2, |world| train(&world, Some(&path), 1..2).map(|_| ())).unwrap();
+    fs::write(&index, text.replacen(r#""version":2"#, r#""version":3"#, 1)).unwrap();
+    assert!(load_errors(&path)[0].contains("expected 1 to 2, got 3"));
+}
+
+/// Every rank writes about as many bytes, and sends none.
+fn every_rank_writes_its_share() {
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    let config = config().with_bucket_mb(Some(0.002));
+    let runs = sent(3, &path, |world| world.into(), &config);
+    assert!(runs.iter().all(|(sent, _)| *sent == 0), "{runs:?}");
+    let (parts, _) = files(&path);
+    // Without the names of tensors, and the zeros between them, which are most of small files.
+    let bytes =
+        |part: &PathBuf| sections(part).into_values().map(|one| one["bytes"].as_u64().unwrap());
+    let written: Vec<u64> = parts.iter().map(|part| bytes(part).sum()).collect();
+    let largest = parts.iter().flat_map(bytes).max().unwrap();
+    let [least, most] = [*written.iter().min().unwrap(), *written.iter().max().unwrap()];
+    assert!(parts.len() == 3 && most - least <= largest, "{written:?}, {largest}");
 }
 
 fn damaged_parts_are_rejected() {

@@ -1,7 +1,7 @@
 //! Saves that training does not wait for.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use burn::module::Module;
@@ -220,36 +220,82 @@ fn files_without_a_number_are_not_counted() {
 
 /// Prints how long a save keeps training from going on: at once, and in the background, with the
 /// step after it, next to which the thread reads and writes. A step of AdamW, which takes the time
-/// of reading and writing all states.
+/// of reading and writing all states; of Muon, only the first round has a step.
 #[test]
 #[ignore = "it measures"]
 fn times_of_saves() {
     let device = Device::default().autodiff();
     let net: Vec<Linear> = (0..8).map(|_| LinearConfig::new(2048, 2048).init(&device)).collect();
-    let config = MuonConfig::new().with_rule(RoutingRule::adamw("."));
     println!("{} MB of weights", net.num_params() * 4 / 1_000_000);
-    let folders = [(); 5].map(|()| tempfile::tempdir_in(".").unwrap());
-    let folder = |index: usize| folders[index].path();
-    let alone = |net, optim: &mut ModuleOptimizer, gradients| optim.step(0.01, net, gradients);
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw("."));
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    for (optimizer, config, steps) in [("AdamW", adamw, usize::MAX), ("Muon", muon, 1)] {
+        let folder = tempfile::tempdir_in(".").unwrap();
+        // The forms take turns, so that a slow moment of the machine does not hit one alone.
+        let times = World::threads_with(World::devices(2), net.clone(), |world, net| {
+            let mut forms = forms(&world, net, &config, folder.path())?;
+            let mut times: Vec<_> = forms.iter().map(|(name, _)| (*name, vec![])).collect();
+            for round in 0..WARM_UPS + ROUNDS {
+                for ((_, run), (_, times)) in forms.iter_mut().zip(&mut times) {
+                    times.push(run(round, round < steps));
+                    world.comm().barrier()?;
+                }
+            }
+            Ok::<_, Error>(times)
+        });
+        for (form, times) in times.unwrap().swap_remove(0) {
+            print_times(&format!("{optimizer}, {form}"), &times[WARM_UPS..]);
+        }
+    }
+}
+
+const WARM_UPS: usize = 2;
+const ROUNDS: usize = 10;
+
+/// Seconds of a save at once, of one in the background, of a step beside its thread, of the wait
+/// for the thread, and of a step alone. Without steps, theirs are none.
+type Times = [f64; 5];
+
+/// Runs a round of a form, given its number, with steps or without. A form of one device does
+/// nothing on other ranks.
+type Round = Box<dyn FnMut(usize, bool) -> Option<Times>>;
+
+/// The forms of saves.
+fn forms(
+    world: &World,
+    net: Vec<Linear>,
+    config: &MuonConfig,
+    folder: &Path,
+) -> Result<Vec<(&'static str, Round)>, Error> {
+    let mut forms: Vec<(&str, Round)> = vec![];
+    let mut add = |name: &'static str, round: Round| forms.push((name, round));
+    let folder = |name: &str| {
+        let folder = folder.join(name);
+        fs::create_dir_all(&folder).unwrap();
+        folder
+    };
     let of_model =
         |net, optim: &mut DistModuleOptimizer, gradients| optim.step(0.01, net, gradients).unwrap();
-    times("init", (folder(0), Saver::new()), (net.clone(), config.init(&net)), alone);
-    let batched = || config.init_batched(&net).unwrap();
-    times("init_batched", (folder(1), Saver::new()), (net.clone(), batched()), of_model);
-    let limited = Saver::new().with_host_mb(64);
-    times("with_host_mb(64)", (folder(2), limited), (net.clone(), batched()), of_model);
-    for (name, folder, in_parts) in
-        [("2 ranks", folder(3), false), ("2 ranks, in parts", folder(4), true)]
-    {
-        let runs = World::threads_with(World::devices(2), net.clone(), |world, net| {
-            let optim = DistMuonConfig::new().with_muon(config.clone()).init(&world, &net)?;
-            let saver = if in_parts { Saver::new().with_parts() } else { Saver::new() };
-            let name = if world.is_main() { name } else { "" };
-            times(name, (folder, saver), (net, optim), of_model);
-            Ok::<_, Error>(())
-        });
-        runs.unwrap();
+    if world.is_main() {
+        let alone = |net, optim: &mut ModuleOptimizer, gradients| optim.step(0.01, net, gradients);
+        let batched = || Ok::<_, Error>((net.clone(), config.init_batched(&net)?));
+        let run = (net.clone(), config.init(&net));
+        add("init", rounds((folder("init"), Saver::new()), run, alone));
+        add("init_batched", rounds((folder("batched"), Saver::new()), batched()?, of_model));
+        let limited = Saver::new().with_host_mb(64);
+        add("with_host_mb(64)", rounds((folder("limited"), limited), batched()?, of_model));
+    } else {
+        ["init", "init_batched", "with_host_mb(64)"]
+            .into_iter()
+            .for_each(|name| add(name, Box::new(|_, _| None)));
     }
+    for (name, saver) in
+        [("2 ranks", Saver::new()), ("2 ranks, in parts", Saver::new().with_parts())]
+    {
+        let optim = DistMuonConfig::new().with_muon(config.clone()).init(world, &net)?;
+        add(name, rounds((folder(name), saver), (net.clone(), optim), of_model));
+    }
+    Ok(forms)
 }
 
 /// The result of a call, and its seconds.
@@ -258,31 +304,53 @@ fn timed<T>(call: impl FnOnce() -> T) -> (T, f64) {
     (call(), start.elapsed().as_secs_f64())
 }
 
-/// Prints under a name, or nothing without one.
-fn times<O: Checkpointed>(
-    name: &str,
-    (folder, mut saver): (&Path, Saver),
-    (mut net, mut optim): (Vec<Linear>, O),
-    step: impl Fn(Vec<Linear>, &mut O, GradientsParams) -> Vec<Linear>,
-) {
-    for round in 0..5 {
+/// The rounds of a run and its saver.
+fn rounds<O: Checkpointed + 'static>(
+    (folder, mut saver): (PathBuf, Saver),
+    (net, mut optim): (Vec<Linear>, O),
+    step: impl Fn(Vec<Linear>, &mut O, GradientsParams) -> Vec<Linear> + 'static,
+) -> Round {
+    let mut trained = Some(net);
+    Box::new(move |round, steps| {
         let path = |kind: &str| folder.join(format!("{kind}-{}", round % 2));
-        let [first, second] = [0, 1].map(|number| models::gradients(&net, 2 * round + number));
+        let mut net = trained.take().expect("the round before has put it back");
+        let step = |net: Vec<Linear>, optim: &mut O, seed: u64| match steps {
+            true => {
+                let gradients = models::gradients(&net, seed);
+                timed(|| step(net, optim, gradients))
+            }
+            false => (net, 0.0),
+        };
+        let (alone, beside);
+        (net, alone) = step(net, &mut optim, 2 * round as u64);
         let (saved, now) = timed(|| checkpoint::save(path("now"), &net, &optim, &round));
         saved.unwrap();
-        let alone;
-        (net, alone) = timed(|| step(net, &mut optim, first));
         let (saved, later) = timed(|| saver.save(path("later"), &net, &optim, &round));
         saved.unwrap();
-        let beside;
-        (net, beside) = timed(|| step(net, &mut optim, second));
+        (net, beside) = step(net, &mut optim, 2 * round as u64 + 1);
         let (saved, rest) = timed(|| saver.wait());
         saved.unwrap();
-        if !name.is_empty() {
-            println!(
-                "{name}: {now:.3} s; in the background {later:.3} s, a step {beside:.3} s, without \
-                 {alone:.3} s, then {rest:.3} s of waiting"
-            );
-        }
-    }
+        trained = Some(net);
+        Some([now, later, beside, rest, alone])
+    })
+}
+
+/// Prints the medians of the rounds, and the ratio of both kinds of saves.
+fn print_times(name: &str, rounds: &[Option<Times>]) {
+    let rounds: Vec<Times> = rounds.iter().flatten().copied().collect();
+    let sorted = |value: &dyn Fn(&Times) -> f64| {
+        let mut values: Vec<f64> = rounds.iter().map(value).collect();
+        values.sort_by(f64::total_cmp);
+        values
+    };
+    let middle = |values: Vec<f64>| values[values.len() / 2];
+    let [now, later, beside, rest, alone] =
+        [0, 1, 2, 3, 4].map(|index| middle(sorted(&|times| times[index])));
+    let ratios = sorted(&|times| times[1] / times[0]);
+    println!(
+        "{name}: {now:.3} s; in the background {later:.4} s, a step {beside:.3} s, without \
+         {alone:.3} s, then {rest:.3} s of waiting; ratio {:.4}, at worst {:.4}",
+        ratios[ratios.len() / 2],
+        ratios[ratios.len() - 1]
+    );
 }

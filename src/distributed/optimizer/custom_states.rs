@@ -26,20 +26,9 @@ const CHUNK: usize = 1 << 24;
 pub enum Receivers<'a> {
     All,
     Main,
-    /// The writer of every sharded slot, in their order. The states of users' optimizers stay
-    /// where they are.
-    Writers(&'a [usize]),
-}
-
-impl Receivers<'_> {
-    /// The rank that gets a slot, `None` for all ranks.
-    pub fn of(self, slot: usize) -> Option<usize> {
-        match self {
-            Self::All => None,
-            Self::Main => Some(0),
-            Self::Writers(writers) => Some(writers[slot]),
-        }
-    }
+    /// The ranks that have them: nothing is sent. For every sharded slot, in their order, the rank
+    /// that writes it if all ranks have it.
+    Holders(&'a [Option<usize>]),
 }
 
 /// The states of whole parameters, without their elements.
@@ -100,11 +89,8 @@ impl OwnStates {
         let each = self.outlines.iter().flat_map(|(parameter, outline)| {
             let id = id(*parameter);
             outline.tensors.iter().map(move |TensorOutline { name, dtype, shape, bytes }| Planned {
-                name: format!("{id}.{name}"),
-                dtype: *dtype,
-                shape: shape.clone(),
-                id: Some(id),
                 bytes: *bytes,
+                ..Planned::new(format!("{id}.{name}"), *dtype, shape.clone(), Some(id))
             })
         });
         each.collect()
@@ -133,11 +119,11 @@ impl OwnStates {
     }
 
     /// The states of all ranks, with their outlines on rank 0 or on all ranks; for
-    /// [`Receivers::Writers`] this rank's states. All ranks make this call.
+    /// [`Receivers::Holders`] this rank's states. All ranks make this call.
     pub fn gather(divided: &DividedModel, shards: &[Shard], receivers: Receivers) -> Result<Self> {
         let (world, mut own) = (&divided.world, Self::local(shards));
         let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
-        let stay = matches!(receivers, Receivers::Writers(_));
+        let stay = matches!(receivers, Receivers::Holders(_));
         if stay || world.size() == 1 || !shards.iter().any(is_whole) {
             return Ok(own);
         }
@@ -170,7 +156,7 @@ impl OwnStates {
             let elements = match receivers {
                 Receivers::All => sent(local, *bytes, owner, &divided.world, true)?,
                 Receivers::Main => sent(local, *bytes, owner, &divided.world, false)?,
-                Receivers::Writers(_) => local,
+                Receivers::Holders(_) => local,
             };
             if matches!(receivers, Receivers::Main) && !divided.world.is_main() {
                 continue;

@@ -201,6 +201,49 @@ impl Bucket {
         parameters
     }
 
+    /// Returns the segments of each parameter in a rank's shard, by the parameter's index, ordered
+    /// by their first elements. Their positions are those in the shard.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not a rank of the plan.
+    pub fn of_rank(&self, rank: usize) -> BTreeMap<usize, Vec<InBuffer>> {
+        let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+        for Run { parameter, elements, range } in self.runs(rank) {
+            let (first, start) = (elements.start, range.start);
+            let segment = InBuffer { first, start, len: elements.len() };
+            parameters.entry(parameter).or_default().push(segment);
+        }
+        parameters.values_mut().for_each(|segments| segments.sort_unstable());
+        parameters
+    }
+
+    /// Returns the elements of each rank's shard, without padding.
+    ///
+    /// # Panics
+    ///
+    /// If the bucket is replicated.
+    pub fn held(&self) -> Vec<usize> {
+        assert!(self.kind != BucketKind::Replicated, "every rank has all of a replicated bucket");
+        let counts = self.counts.to_vec();
+        let mut held = vec![0; counts.len()];
+        let (mut rank, mut rank_end, mut position) = (0, counts[0], 0);
+        for piece in &self.pieces {
+            let (mut start, end) = (position, position + piece.len);
+            while start < end {
+                while rank_end <= start {
+                    rank += 1;
+                    rank_end += counts[rank];
+                }
+                let next = end.min(rank_end);
+                held[rank] += next - start;
+                start = next;
+            }
+            position += piece.extent();
+        }
+        held
+    }
+
     /// Returns the range of a rank's shard in the flat buffer.
     ///
     /// # Panics

@@ -1,17 +1,17 @@
 //! The names, types and shapes of the states in records and checkpoints.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use burn::optim::OptimizerRecord;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
 
-use super::super::custom_states::OwnStates;
+use super::super::custom_states::{OwnStates, Receivers};
 use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
 use super::super::step_counts::{COUNTERS, Counters};
 use crate::checkpoint::{Contents, Planned, TrainedPaths};
-use crate::distributed::plan::{Bucket, BucketKind, Piece};
+use crate::distributed::plan::{Bucket, BucketKind, InBuffer, Piece};
 use crate::error::{Error, Result};
 use crate::update::{Slot, TIME};
 
@@ -25,6 +25,41 @@ pub struct Counter {
     pub parameter: usize,
     pub name: &'static str,
     pub value: f32,
+}
+
+/// The values of a parameter in a slot that this rank passes on or writes.
+pub struct HeldValues {
+    /// Index of the parameter in the plan.
+    pub parameter: usize,
+    /// The shape of all values of the parameter.
+    shape: Vec<usize>,
+    /// The segments of the held values in the buffer that the rank has, in the order of the
+    /// parameter.
+    pub segments: Vec<InBuffer>,
+}
+
+impl HeldValues {
+    pub fn count(&self) -> usize {
+        self.segments.iter().map(|segment| segment.len).sum()
+    }
+
+    /// The shape of the values that are held: flat unless these are all.
+    pub fn shape(&self) -> Vec<usize> {
+        if self.is_whole() { self.shape.clone() } else { vec![self.count()] }
+    }
+
+    fn is_whole(&self) -> bool {
+        self.count() == self.shape.iter().product::<usize>()
+    }
+
+    /// The tensor in a file, given the whole.
+    fn planned(&self, whole: Planned) -> Planned {
+        let range = |segment: &InBuffer| segment.first..segment.first + segment.len;
+        match self.is_whole() {
+            true => whole,
+            false => whole.excerpt(self.segments.iter().map(range).collect()),
+        }
+    }
 }
 
 impl DividedModel {
@@ -94,6 +129,31 @@ impl DividedModel {
         Bucket { pieces, counts, ..bucket.clone() }
     }
 
+    /// The values of a [slot](Self::slot_values) that this rank receives, by its
+    /// [number](Self::slots_of_buckets), in the order in which they are recorded.
+    pub fn held_values(
+        &self,
+        number: usize,
+        (values, name): (&Bucket, &str),
+        receivers: Receivers,
+    ) -> Vec<HeldValues> {
+        let rank = self.world.rank();
+        let parameters = match receivers {
+            Receivers::All => values.by_parameter(),
+            Receivers::Main if rank == 0 => values.by_parameter(),
+            Receivers::Main => BTreeMap::new(),
+            Receivers::Holders(writers) => match writers[number] {
+                Some(writer) if writer != rank => BTreeMap::new(),
+                _ => values.of_rank(rank),
+            },
+        };
+        let held = parameters.into_iter().map(|(parameter, segments)| {
+            let shape = self.recorded_shape(parameter, name);
+            HeldValues { parameter, shape, segments }
+        });
+        held.collect()
+    }
+
     /// The identities of the model's parameters in the last step, by path.
     pub fn ids(&self) -> HashMap<String, u64> {
         let ids =
@@ -102,36 +162,37 @@ impl DividedModel {
     }
 
     /// The names, types and shapes of the state under the names of Burn's record, with the given
-    /// identities of the parameters by path. `is_here` tells by its number whether a
-    /// [sharded slot](Self::slots_of_buckets) is part of it.
+    /// identities of the parameters by path: what this rank receives.
     pub fn contents(
         &self,
         (counters, own): (&[Counter], &OwnStates),
         ids: &HashMap<String, u64>,
         loss_scale: Option<&LossScale>,
-        is_here: impl Fn(usize) -> bool,
+        receivers: Receivers,
     ) -> Result<Contents> {
         let ids = self.identities(ids)?;
         let id = |index: usize| ids[self.trainable[index].model];
         let mut contents = Contents::default();
-        let plan =
-            |contents: &mut Contents, index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
-                let parameter = &self.trainable[index];
-                let id = ids[parameter.model];
-                let name = format!("{id}.{}", parameter.recorded(name));
-                contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
-            };
-        let slots = self.slots_of_buckets().enumerate();
-        for (_, (bucket, slot)) in slots.filter(|(number, _)| is_here(*number)) {
-            for index in self.slot_values(bucket, slot.name).by_parameter().into_keys() {
-                let shape = self.recorded_shape(index, slot.name);
-                plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
-            }
+        let whole = |index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
+            let parameter = &self.trainable[index];
+            let id = ids[parameter.model];
+            let name = format!("{id}.{}", parameter.recorded(name));
+            Planned::new(name, dtype, shape, Some(id))
+        };
+        for (number, (bucket, slot)) in self.slots_of_buckets().enumerate() {
+            let (values, dtype) =
+                (self.slot_values(bucket, slot.name), slot.dtype.resolve(bucket.dtype));
+            let held = self.held_values(number, (&values, slot.name), receivers);
+            let planned = held.iter().map(|held| {
+                held.planned(whole(held.parameter, slot.name, dtype, held.shape.clone()))
+            });
+            contents.tensors.extend(planned);
         }
         contents.tensors.extend(own.planned(id));
         contents.scalars.extend(own.scalars(id));
         for counter in counters {
-            plan(&mut contents, counter.parameter, counter.name, DType::F32, vec![1]);
+            let planned = whole(counter.parameter, counter.name, DType::F32, vec![1]);
+            contents.tensors.push(planned);
         }
         for (parameter, id) in self.parameters.iter().zip(&ids) {
             contents.metadata.insert(id.to_string(), parameter.path.clone());
@@ -256,12 +317,9 @@ mod tests {
     #[test]
     fn a_record_of_more_tensors_than_burn_reads_is_an_error_with_a_remedy() {
         let record = |count: usize| {
-            let planned = |index: usize| Planned {
-                name: format!("{index}.momentum"),
-                dtype: DType::F32,
-                shape: vec![1],
-                id: Some(index as u64),
-                bytes: 4,
+            let planned = |index: usize| {
+                let name = format!("{index}.momentum");
+                Planned::new(name, DType::F32, vec![1], Some(index as u64))
             };
             let contents =
                 Contents { tensors: (0..count).map(planned).collect(), ..Contents::default() };

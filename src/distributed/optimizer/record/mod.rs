@@ -1,10 +1,9 @@
 //! The states of all ranks as one, as of the single-device optimizer: a record or a checkpoint
 //! does not depend on the ranks, the plan or the engine.
 //!
-//! A save gathers the states bucket by bucket on the rank that writes them: on rank 0, or in parts
-//! on the rank that has the fewest bytes so far. No rank holds more than a bucket on the host. A
-//! load reads on every rank only the tensors that its shards need, after the ranks have compared
-//! the files.
+//! A save gathers the states bucket by bucket on rank 0, or in parts leaves them where they are:
+//! every rank then writes what it has. No rank holds more than a bucket on the host. A load reads
+//! on every rank only the tensors that its shards need, after the ranks have compared the files.
 
 mod contents;
 mod load;
@@ -129,7 +128,7 @@ impl DistModuleOptimizer {
         let receivers = if everywhere { Receivers::All } else { Receivers::Main };
         let own = self.announced(OwnStates::gather(divided, shards, receivers))?;
         let counters = divided.recorded_counters(&self.accounts.counters);
-        let contents = self.contents(&counters, &own, &divided.ids(), |_| true);
+        let contents = self.contents(&counters, &own, &divided.ids(), receivers);
         let collected = collect(divided, shards, &own, receivers, |_, read| states.extend(read));
         self.announced(collected)?;
         // Collectives may return results that the device has not received yet.
@@ -150,7 +149,7 @@ impl DistModuleOptimizer {
     pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
         let counters = self.divided.recorded_counters(&self.accounts.counters);
         let own = OwnStates::local(&self.shards);
-        let contents = self.contents(&counters, &own, &self.divided.ids(), |_| true)?;
+        let contents = self.contents(&counters, &own, &self.divided.ids(), Receivers::All)?;
         let one = |planned: &Planned| {
             TensorData::from_bytes_vec(
                 vec![0; planned.dtype.size()],
@@ -170,10 +169,10 @@ impl DistModuleOptimizer {
         counters: &[Counter],
         own: &OwnStates,
         ids: &HashMap<String, u64>,
-        is_here: impl Fn(usize) -> bool,
+        receivers: Receivers,
     ) -> Result<Contents> {
         let loss_scale = self.scaling.loss_scale.as_ref();
-        self.divided.contents((counters, own), ids, loss_scale, is_here)
+        self.divided.contents((counters, own), ids, loss_scale, receivers)
     }
 }
 

@@ -12,6 +12,7 @@ use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
 use super::super::custom_states::{OwnStates, Receivers};
 use super::super::divided_model::DividedModel;
+use super::contents::HeldValues;
 use crate::checkpoint::{self, Begun, Entry, Read, Saver, Saving};
 use crate::comm::World;
 use crate::distributed::busy::Busy;
@@ -23,48 +24,76 @@ use crate::host::is_on_host;
 struct Writers {
     /// For the model's tensors, in their order.
     model: Vec<usize>,
-    /// For the sharded slots, in the order of [`collect`].
-    slots: Vec<usize>,
+    /// For the sharded slots, in the order of [`collect`]. `None` where each rank writes what
+    /// it has.
+    slots: Vec<Option<usize>>,
 }
 
 impl Writers {
-    /// Rank 0 writes the slices of all ranks, which meet there, and what the ranks may have
-    /// differently, such as running statistics: all of it belongs together. Every other tensor is
-    /// written by the rank with the fewest bytes so far, of `ranks` that write.
-    fn new(ranks: usize, divided: &DividedModel, entries: &[Entry]) -> Self {
-        let trained: HashSet<&str> =
-            divided.parameters.iter().map(|parameter| &*parameter.path).collect();
-        let is_of_rank_0 = |entry: &Entry| {
-            let is_slice = divided.cuts.slice(entry.path()).is_some();
-            is_slice || !entry.is_divided && !trained.contains(entry.path())
-        };
+    /// Rank 0 writes everything.
+    fn main(entries: &[Entry]) -> Self {
+        Self { model: vec![0; entries.len()], slots: vec![] }
+    }
+
+    /// Every rank writes its states. Rank 0 writes the slices of all ranks, which meet there, and
+    /// what the ranks may have differently, such as running statistics: all of it belongs together.
+    /// Every other tensor is written by the rank with the fewest bytes so far, of those that have
+    /// elements of it.
+    fn all(divided: &DividedModel, entries: &[Entry]) -> Self {
+        let ranks = divided.world.size();
         let mut written = vec![0; ranks];
-        let of_rank_0 = entries.iter().filter(|entry| is_of_rank_0(entry));
-        // Before anything is assigned, so that rank 0 gets less of what any rank may write.
-        written[0] = of_rank_0.map(|entry| entry.planned.bytes).sum();
-        let mut next = |bytes: usize| {
-            let rank = least(&written);
+        // The tensors that any rank may write come last: these make up for all others.
+        let mut replicated = vec![];
+        for (number, (bucket, slot)) in divided.slots_of_buckets().enumerate() {
+            let values = divided.slot_values(bucket, slot.name);
+            let size = slot.dtype.resolve(bucket.dtype).size();
+            match values.kind {
+                BucketKind::Replicated => replicated.push((number, values.counts.of(0) * size)),
+                BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
+                    let held = written.iter_mut().zip(values.held());
+                    held.for_each(|(written, count)| *written += count * size);
+                }
+            }
+        }
+        let mut next = |ranks: &[usize], bytes: usize| {
+            let least = ranks.iter().copied().min_by_key(|rank| written[*rank]);
+            let rank = least.expect("a rank has each parameter");
             written[rank] += bytes;
             rank
         };
-        let model = entries.iter().map(|entry| match is_of_rank_0(entry) {
-            true => 0,
-            false => next(entry.planned.bytes),
-        });
-        let model = model.collect();
-        let slots = divided.slots_of_buckets().map(|(bucket, slot)| {
-            let values = divided.slot_values(bucket, slot.name).by_parameter();
-            let elements: usize = values.values().flatten().map(|segment| segment.len).sum();
-            next(elements * slot.dtype.resolve(bucket.dtype).size())
-        });
-        Self { model, slots: slots.collect() }
+        let holders = holders_of(divided, entries);
+        let mut order: Vec<usize> = (0..entries.len()).collect();
+        order.sort_by_key(|index| holders[*index].len());
+        let mut model = vec![0; entries.len()];
+        for index in order {
+            model[index] = next(&holders[index], entries[index].planned.bytes);
+        }
+        let mut slots = vec![None; divided.slots_of_buckets().count()];
+        let all: Vec<usize> = (0..ranks).collect();
+        for (number, bytes) in replicated {
+            slots[number] = Some(next(&all, bytes));
+        }
+        Self { model, slots }
     }
 }
 
-/// The rank that has written the fewest bytes.
-fn least(written: &[usize]) -> usize {
-    let ranks = written.iter().enumerate().min_by_key(|(_, bytes)| **bytes);
-    ranks.expect("a rank writes").0
+/// The ranks that may write each of the model's tensors.
+fn holders_of(divided: &DividedModel, entries: &[Entry]) -> Vec<Vec<usize>> {
+    let trained: HashSet<&str> =
+        divided.parameters.iter().map(|parameter| &*parameter.path).collect();
+    let holders = |entry: &Entry| {
+        let path = entry.path();
+        let is_slice = divided.cuts.slice(path).is_some();
+        if is_slice || !entry.is_divided && !trained.contains(path) {
+            return vec![0];
+        }
+        let owned = divided.passes.get(path).filter(|found| found.placement.is_owned());
+        match owned {
+            Some(owned) => owned.counts().holders().collect(),
+            None => (0..divided.world.size()).collect(),
+        }
+    };
+    entries.iter().map(holders).collect()
 }
 
 impl DistModuleOptimizer {
@@ -85,8 +114,11 @@ impl DistModuleOptimizer {
         let mut entries = checkpoint::entries(model, divided);
         let number = || saver.number(path);
         let save = if in_parts { share_identities(world, number, &mut entries)? } else { 0 };
-        let writers = Writers::new(if in_parts { world.size() } else { 1 }, divided, &entries);
-        let receivers = if in_parts { Receivers::Writers(&writers.slots) } else { Receivers::Main };
+        let writers = match in_parts {
+            true => Writers::all(divided, &entries),
+            false => Writers::main(&entries),
+        };
+        let receivers = if in_parts { Receivers::Holders(&writers.slots) } else { Receivers::Main };
         let own = OwnStates::gather(divided, shards, receivers)?;
         let target = saver.target(path, save, [rank, world.size()]);
         let counters = match world.is_main() {
@@ -98,8 +130,7 @@ impl DistModuleOptimizer {
         let ids: HashMap<String, u64> = entries.iter().filter_map(Entry::identity).collect();
         let waiting = saver.waiting(&entries, is_on_host(world.device()));
         let start = || {
-            let is_written = |slot: usize| writers.slots[slot] == rank;
-            let states = self.contents(&counters, &own, &ids, is_written)?.of_optimizer();
+            let states = self.contents(&counters, &own, &ids, receivers)?.of_optimizer();
             let here = entries.iter().zip(&writers.model).filter(|(_, writer)| **writer == rank);
             let here = here.map(|(entry, _)| entry.planned.clone()).collect();
             let begun = Begun::new(&target.file(), (model, divided), progress)?;
@@ -164,56 +195,60 @@ pub fn collect(
         .flat_map(|shard| divided.slots(&shard.bucket).into_iter().map(move |slot| (shard, slot)));
     for (number, (shard, slot)) in slots.enumerate() {
         let values = divided.slot_values(&shard.bucket, slot.name);
+        let held = divided.held_values(number, (&values, slot.name), receivers);
+        if held.is_empty() && matches!(receivers, Receivers::Holders(_)) {
+            continue;
+        }
         let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
-        let receiver = receivers.of(number);
-        let whole = match (values.kind, receiver) {
-            (BucketKind::Replicated, _) => local,
-            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, None) => {
+        let buffer = match (values.kind, receivers) {
+            (BucketKind::Replicated, _) | (_, Receivers::Holders(_)) => local,
+            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Receivers::All) => {
                 comm.all_gather(local, &values.counts.to_vec())?.wait()?
             }
-            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Some(rank)) => {
-                comm.gather(local, &values.counts.to_vec(), rank)?.wait()?
+            (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Receivers::Main) => {
+                comm.gather(local, &values.counts.to_vec(), 0)?.wait()?
             }
         };
-        if receiver.is_none_or(|rank| rank == comm.rank()) {
-            let shape = |index: &usize| divided.recorded_shape(*index, slot.name);
-            let parameters = values.by_parameter();
-            let shapes: Vec<_> = parameters.keys().map(shape).collect();
-            let segments: Vec<_> = parameters.into_values().collect();
-            let elements: usize = segments.iter().flatten().map(|segment| segment.len).sum();
-            let bytes = elements * whole.dtype().size();
-            let read = iter::once_with(move || unpack(segments, shapes, whole)).flatten();
+        if !held.is_empty() {
+            let elements: usize = held.iter().map(HeldValues::count).sum();
+            let bytes = elements * buffer.dtype().size();
+            let read = iter::once_with(move || unpack(held, buffer)).flatten();
             each(bytes, Box::new(read));
         }
     }
     own.collect(divided, shards, receivers, each)
 }
 
-/// Cuts the buffer of a bucket into the values of its parameters, which have these segments, one
-/// after the other.
-fn unpack(parameters: Vec<Vec<InBuffer>>, shapes: Vec<Vec<usize>>, whole: Tensor<1>) -> Read {
-    let elements = whole.dims()[0];
-    let (bytes, _, dtype) = whole.into_data().into_parts();
+/// Cuts a buffer into the values of its parameters, one after the other.
+fn unpack(parameters: Vec<HeldValues>, buffer: Tensor<1>) -> Read {
+    let elements = buffer.dims()[0];
+    let (bytes, _, dtype) = buffer.into_data().into_parts();
     // The buffer of a single parameter is passed on without a copy: such a bucket can be the
     // largest.
-    if let [segments] = &parameters[..]
-        && segments.iter().all(|segment| segment.first == segment.start)
-        && segments.iter().map(|segment| segment.len).sum::<usize>() == elements
+    if let [held] = &parameters[..]
+        && are_in_order(&held.segments)
+        && held.count() == elements
     {
-        let shape = shapes.into_iter().next().expect("every parameter has a shape");
-        return Box::new(iter::once(TensorData::from_bytes(bytes, shape, dtype)));
+        return Box::new(iter::once(TensorData::from_bytes(bytes, held.shape(), dtype)));
     }
     let size = dtype.size();
-    let values = move |segments: Vec<InBuffer>| {
-        let bytes_of_all = segments.iter().map(|segment| segment.len * size).sum();
-        let mut values = Vec::with_capacity(bytes_of_all);
-        for InBuffer { start, len, .. } in segments {
+    Box::new(parameters.into_iter().map(move |held| {
+        let mut values = Vec::with_capacity(held.count() * size);
+        for InBuffer { start, len, .. } in &held.segments {
             values.extend_from_slice(&bytes[start * size..(start + len) * size]);
         }
-        Bytes::from_bytes_vec(values)
-    };
-    let parameters = parameters.into_iter().zip(shapes);
-    Box::new(parameters.map(move |(of, shape)| TensorData::from_bytes(values(of), shape, dtype)))
+        TensorData::from_bytes(Bytes::from_bytes_vec(values), held.shape(), dtype)
+    }))
+}
+
+/// Returns `true` if each segment begins in the buffer where the one before it ends.
+fn are_in_order(segments: &[InBuffer]) -> bool {
+    let mut end = 0;
+    segments.iter().all(|segment| {
+        let start = end;
+        end += segment.len;
+        segment.start == start
+    })
 }
 
 /// Writes the next tensors of a checkpoint, unless one before them could not be written.
