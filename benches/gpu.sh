@@ -204,7 +204,7 @@ steps() {
   echo "nccl alone $native gpu_suite nccl --exact --nocapture"
   echo "iterations alone $native gpu iterations --group $groups --dtype $dtypes $small"
   echo "step_times alone $native gpu steps $small"
-  echo "training alone $native gpu $train --compare $optimizers $training${half:+ $half $training}"
+  echo "training alone $native gpu $train --compare $optimizers --dtype f32 $training${half:+ $half $training}"
   echo "launch_times alone $plain gpu launches"
   echo "peers_bfloat16 alone $plain python3 -u $peers/torch_gpu.py --dtype bfloat16"
   echo "native_products alone $native gpu native --group $groups --dtype $dtypes $small"
@@ -212,7 +212,7 @@ steps() {
   echo "products alone $plain gpu products --group $groups --dtype $dtypes $small"
   echo "collectives alone $plain gpu collectives"
   # Two ranks, which are threads and may share a device. All layouts print the same losses.
-  train+=" --ranks 2 $training"
+  train+=" --ranks 2 --dtype f32 $training"
   echo "layouts alone $native gpu $train then $train --overlap then $train --owned dp"
   echo "peers_float16 alone $plain python3 -u $peers/torch_gpu.py --dtype float16"
 }

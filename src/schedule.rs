@@ -170,7 +170,8 @@ impl Schedule {
     /// are NaN, as the extreme of their segment then is.
     pub(crate) fn extremes(&self) -> impl Iterator<Item = f64> + '_ {
         let extreme = |segment: &Segment| match segment.curve {
-            Curve::Power(exponent) if exponent.is_nan() => exponent,
+            // Also of a configuration that was read, without `power`.
+            Curve::Power(exponent) if exponent.is_nan() || exponent <= 0.0 => f64::NAN,
             _ => segment.to,
         };
         core::iter::once(self.start).chain(self.segments.iter().map(extreme))
@@ -292,6 +293,9 @@ mod tests {
             let config = crate::MuonConfig::new().with_momentum(schedule.into());
             assert!(config.try_build().is_err(), "{exponent}");
         }
+        let text = serde_json::to_string(&Schedule::constant(0.9).power(4, 0.8, 1.5)).unwrap();
+        let read: Schedule = serde_json::from_str(&text.replace("1.5", "-1.0")).unwrap();
+        assert!(crate::MuonConfig::new().with_momentum(read.into()).try_build().is_err());
     }
 
     #[test]

@@ -144,7 +144,12 @@ impl Estimate {
         let config = contender.config(settings, &sharding, self.ranks)?;
         let layout = |world: &_| sharding.layout(world, &config, &model);
         let memory = config.forecast_memory(self.ranks, self.nodes, &model, layout)?;
-        println!("{}, {}\n{memory}", contender.name(), settings.describe(&sizes));
+        println!(
+            "{}, {}, {} bytes for each parameter\n{memory}",
+            contender.name(),
+            settings.describe(&sizes),
+            settings.dtype.dtype().size()
+        );
         let tokens = settings.batch * sizes.context;
         let mut assumed = TimeAssumptions::new(tokens as f64);
         let of_element = settings.dtype.dtype().size();

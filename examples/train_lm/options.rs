@@ -81,7 +81,9 @@ pub struct Options {
     ///
     /// For dist-muon and dist-adamw.
     ///
-    /// Without --mesh, nodes make the axes node and gpu.
+    /// Without --mesh, nodes make the axes node and gpu. Give --dtype, too,
+    ///
+    /// if the ranks are on CUDA and this machine is not.
     #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
     #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts"], help_heading = "Ranks")]
     pub estimate: Option<Estimate>,

@@ -92,9 +92,9 @@ pub struct Settings {
     pub iteration: Option<Map<String, Value>>,
     /// Type of the parameters.
     ///
-    /// On CUDA, gpt2 and depths have bf16 by default, with f32 masters.
+    /// On CUDA, gpt2 and depths have bf16 by default, with --master full.
     ///
-    /// Runs of Burn's own optimizers have f32 there, too.
+    /// Runs of Burn's optimizers have f32 there, and muon with --qk-clip.
     ///
     /// f16 is trained with loss scaling, by dist-muon or dist-adamw.
     #[arg(long, value_enum, default_value_t = Dtype::F32, help_heading = "Model")]
@@ -273,6 +273,18 @@ impl Settings {
         recipe.per_head(projections, self.model(self.vocabulary()).heads)
     }
 
+    /// Returns `true` for a large model that keeps digits of its parameters in half precision.
+    fn keeps_digits(&self, compared: &[Contender]) -> bool {
+        let is_large = self.preset == Preset::Gpt2 || self.depth.is_some();
+        let has_masters = matches!(self.master, Master::Full | Master::Mantissa);
+        let mut optimizers = self.optimizer.into_iter().chain(compared.iter().map(|c| c.optimizer));
+        // Burn's optimizers keep none, and QK-clip loses them after a step of `muon`.
+        let loses = |optimizer: OptimizerName| {
+            optimizer.is_burns() || optimizer == OptimizerName::Muon && self.qk_clip.is_some()
+        };
+        is_large && has_masters && !optimizers.any(loses)
+    }
+
     /// Sets what follows from the device, the depth or the recipe and was not given.
     pub fn complete(
         &mut self,
@@ -280,17 +292,13 @@ impl Settings {
         compared: &[Contender],
         is_given: impl Fn(&str) -> bool,
     ) -> Result<()> {
-        let is_large = self.preset == Preset::Gpt2 || self.depth.is_some();
-        // Burn's optimizers keep no master weights.
-        let mut optimizers = self.optimizer.into_iter().chain(compared.iter().map(|c| c.optimizer));
-        let keeps_masters = !optimizers.any(OptimizerName::is_burns);
-        if is_cuda(device) && is_large && keeps_masters && !is_given("dtype") {
-            self.dtype = Dtype::Bf16;
-        }
         if let Some(recipe) = self.recipe
             && let Some(clip) = recipe.qk_clip()
         {
             self.qk_clip.get_or_insert(clip.tau);
+        }
+        if is_cuda(device) && !is_given("dtype") && self.keeps_digits(compared) {
+            self.dtype = Dtype::Bf16;
         }
         let Some(dial) = self.dial(self.vocabulary())? else { return Ok(()) };
         self.recipe = Some(Recipe::Nanochat);
@@ -648,6 +656,8 @@ mod tests {
             "--preset gpt2 --dtype f32",
             "--preset gpt2 --compare adamw,muon",
             "--preset gpt2 --optimizer burn-muon",
+            "--preset gpt2 --optimizer muon --recipe kimi-k2",
+            "--preset gpt2 --master none",
         ] {
             assert_eq!(on_cuda(flags), Dtype::F32, "{flags}");
         }

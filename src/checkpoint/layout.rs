@@ -102,6 +102,10 @@ pub struct Excerpt {
 impl Excerpt {
     /// Returns `true` if the ranges lie in the whole, and a section has as many elements and bytes.
     fn fits(&self, section: &Section) -> bool {
+        // Elements of less than a byte, as of quantized tensors, are never in excerpts.
+        if section.dtype.size() == 0 {
+            return false;
+        }
         let Some(whole) = elements(&self.whole) else { return false };
         let held = self.ranges.iter().try_fold(0_usize, |held, range| {
             let is_inside = range.start <= range.end && range.end <= whole;

@@ -56,8 +56,8 @@
 //!
 //! A folder of [parts](Saver::with_parts) has one such file from each rank, with some of the
 //! tensors, and `index.json`: for each file its name, its length, and the CRC-32 in its footer. Of
-//! a state that several ranks hold, each of their files has an excerpt, as a flat tensor: the index
-//! of the file then has the shape of the whole, and the ranges of its elements.
+//! a state of which several ranks hold pieces, each of their files has an excerpt, as a flat
+//! tensor: the index of the file then has the shape of the whole, and the ranges of its elements.
 //!
 //! Files of version 1, which held two records as tensors of bytes without checksums, can be loaded.
 

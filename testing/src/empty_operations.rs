@@ -15,7 +15,7 @@ use burn::backend::fusion::observer::{BlockOperations, FusionObservation, Fusion
 use burn_ir::{BaseOperationIr, OperationIr};
 
 /// Runs a function, and returns an error that names the operations without elements that it, or
-/// another function at the same time, asked fusion for on any device. There are none without
+/// another function since the last error, asked fusion for on any device. There are none without
 /// fusion.
 pub fn ensure_none<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     #[cfg(feature = "fusion")]
@@ -23,7 +23,7 @@ pub fn ensure_none<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, Stri
     let result = run()?;
     #[cfg(feature = "fusion")]
     {
-        let seen = SEEN.lock().expect("no holder of the lock panics");
+        let seen = std::mem::take(&mut *SEEN.lock().expect("no holder of the lock panics"));
         if !seen.is_empty() {
             return Err(format!("operations without elements: expected none, got {seen:?}"));
         }

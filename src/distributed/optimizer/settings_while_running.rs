@@ -46,7 +46,7 @@ impl DistModuleOptimizer {
     /// # Errors
     ///
     /// [`Error::Setting`](crate::Error::Setting) for a momentum outside of `[0, 1)`, or one that
-    /// averages in bfloat16 do not follow.
+    /// averages in bfloat16 do not follow, or that the [parts](crate::parts) of the update exclude.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
         self.set_updates(|update| update.with_momentum(momentum))?;
         self.running.momentum = Some(momentum);
@@ -59,7 +59,8 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`](crate::Error::Setting) for a rate that is not finite, or negative.
+    /// [`Error::Setting`](crate::Error::Setting) for a rate that is not finite, or negative, or
+    /// that the [parts](crate::parts) of the update exclude.
     pub fn set_weight_decay(&mut self, rate: f64) -> Result<()> {
         self.set_updates(|update| update.with_weight_decay(rate))?;
         self.running.weight_decay = Some(rate);

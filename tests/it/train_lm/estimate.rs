@@ -77,7 +77,7 @@ fn a_vocabulary_decides_on_the_parameters_of_a_depth() {
         (20, " --vocabulary 65536", 561),
         (16, " --vocabulary 32768", 268),
     ] {
-        let arguments = format!("--depth {depth}{vocabulary} --estimate ranks=1");
+        let arguments = format!("--depth {depth}{vocabulary} --dtype f32 --estimate ranks=1");
         let estimate = succeed(folder.path(), &arguments);
         let parameters = bytes(&estimate, "parameters") / 4;
         assert_eq!((parameters + 500_000) / 1_000_000, millions, "{arguments}: {estimate}");
