@@ -273,16 +273,25 @@ impl Settings {
         recipe.per_head(projections, self.model(self.vocabulary()).heads)
     }
 
-    /// Returns `true` for a large model that keeps digits of its parameters in half precision.
-    fn keeps_digits(&self, compared: &[Contender]) -> bool {
+    /// Returns `true` for a large model whose digits all optimizers keep in half precision.
+    fn suits_half_precision(&self, compared: &[Contender]) -> bool {
         let is_large = self.preset == Preset::Gpt2 || self.depth.is_some();
-        let has_masters = matches!(self.master, Master::Full | Master::Mantissa);
         let mut optimizers = self.optimizer.into_iter().chain(compared.iter().map(|c| c.optimizer));
-        // Burn's optimizers keep none, and QK-clip loses them after a step of `muon`.
-        let loses = |optimizer: OptimizerName| {
-            optimizer.is_burns() || optimizer == OptimizerName::Muon && self.qk_clip.is_some()
-        };
-        is_large && has_masters && !optimizers.any(loses)
+        // Burn's optimizers have no master weights.
+        let loses =
+            |optimizer: OptimizerName| optimizer.is_burns() || self.clip_loses_digits(optimizer);
+        is_large && self.has_masters() && !optimizers.any(loses)
+    }
+
+    /// Returns `true` if parameters in half precision have master weights.
+    fn has_masters(&self) -> bool {
+        matches!(self.master, Master::Full | Master::Mantissa)
+    }
+
+    /// Returns `true` for an optimizer after whose step QK-clip scales parameters in half precision
+    /// without their master weights.
+    fn clip_loses_digits(&self, optimizer: OptimizerName) -> bool {
+        optimizer == OptimizerName::Muon && self.qk_clip.is_some() && self.has_masters()
     }
 
     /// Sets what follows from the device, the depth or the recipe and was not given.
@@ -297,7 +306,7 @@ impl Settings {
         {
             self.qk_clip.get_or_insert(clip.tau);
         }
-        if is_cuda(device) && !is_given("dtype") && self.keeps_digits(compared) {
+        if is_cuda(device) && !is_given("dtype") && self.suits_half_precision(compared) {
             self.dtype = Dtype::Bf16;
         }
         let Some(dial) = self.dial(self.vocabulary())? else { return Ok(()) };
@@ -432,12 +441,8 @@ impl Settings {
 
     /// Fails for an optimizer whose clipped heads would lose the digits of master weights.
     pub fn check_digits(&self, contender: Contender) -> Result<()> {
-        let keeps_digits = matches!(self.master, Master::Full | Master::Mantissa);
         ensure!(
-            contender.optimizer != OptimizerName::Muon
-                || self.dtype == Dtype::F32
-                || self.qk_clip.is_none()
-                || !keeps_digits,
+            self.dtype == Dtype::F32 || !self.clip_loses_digits(contender.optimizer),
             "--qk-clip scales parameters in half precision after the step of {}, which loses the \
              digits of --master; use dist-muon, or several ranks",
             contender.name()

@@ -13,7 +13,6 @@ pub struct RowSums {
     /// Sums of sums, down to one for each parameter. A scatter instead of these would run in one
     /// thread on CubeCL, for any number of rows.
     levels: Vec<Level>,
-    parameters: usize,
     device: Device,
 }
 
@@ -32,25 +31,18 @@ impl RowSums {
     /// `row_parameters[r]`.
     pub fn new(row_parameters: &[usize], parameters: usize, device: &Device) -> Self {
         let mut values = row_parameters.len();
-        // None without rows: then all sums are zeros.
-        let levels = match row_parameters {
-            [] => vec![],
-            rows => levels(rows, parameters, FAN_IN),
-        };
-        let levels = levels.into_iter().map(|(indices, width)| {
+        let levels = levels(row_parameters, parameters, FAN_IN).into_iter();
+        let levels = levels.map(|(indices, width)| {
             let gap = std::mem::replace(&mut values, indices.len() / width) as i32;
             let has_gaps = indices.contains(&gap);
             let indices = Tensor::from_data(TensorData::from(&*indices), device);
             Level { indices, width, has_gaps }
         });
-        Self { levels: levels.collect(), parameters, device: device.clone() }
+        Self { levels: levels.collect(), device: device.clone() }
     }
 
     /// For every parameter, the sum of the values of its rows.
     pub fn sum(&self, rows: Tensor<1>) -> Tensor<1> {
-        if self.levels.is_empty() {
-            return flat::zeros(self.parameters, DType::F32, &self.device);
-        }
         self.levels.iter().fold(rows, |values, Level { indices, width, has_gaps }| {
             let values = match has_gaps {
                 true => flat::with_zero(vec![values], &self.device),

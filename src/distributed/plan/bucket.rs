@@ -188,17 +188,13 @@ impl Bucket {
     /// Returns the segments of each parameter, by the parameter's index, ordered by their first
     /// elements.
     pub fn by_parameter(&self) -> BTreeMap<usize, Vec<InBuffer>> {
-        let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         let mut position = 0;
-        for piece in &self.pieces {
+        by_parameter(self.pieces.iter().map(|piece| {
             let segment = InBuffer { first: piece.start, start: position, len: piece.len };
-            parameters.entry(piece.parameter).or_default().push(segment);
             // With the padding, which is in the buffer and in no parameter.
             position += piece.extent();
-        }
-        // Owners may have taken the matrices of a parameter in any order.
-        parameters.values_mut().for_each(|pieces| pieces.sort_unstable());
-        parameters
+            (piece.parameter, segment)
+        }))
     }
 
     /// Returns the segments of each parameter in a rank's shard, by the parameter's index, ordered
@@ -208,14 +204,10 @@ impl Bucket {
     ///
     /// If `rank` is not a rank of the plan.
     pub fn of_rank(&self, rank: usize) -> BTreeMap<usize, Vec<InBuffer>> {
-        let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
-        for Run { parameter, elements, range } in self.runs(rank) {
+        by_parameter(self.runs(rank).into_iter().map(|Run { parameter, elements, range }| {
             let (first, start) = (elements.start, range.start);
-            let segment = InBuffer { first, start, len: elements.len() };
-            parameters.entry(parameter).or_default().push(segment);
-        }
-        parameters.values_mut().for_each(|segments| segments.sort_unstable());
-        parameters
+            (parameter, InBuffer { first, start, len: elements.len() })
+        }))
     }
 
     /// Returns the elements of each rank's shard, without padding.
@@ -225,23 +217,11 @@ impl Bucket {
     /// If the bucket is replicated.
     pub fn held(&self) -> Vec<usize> {
         assert!(self.kind != BucketKind::Replicated, "every rank has all of a replicated bucket");
-        let counts = self.counts.to_vec();
-        let mut held = vec![0; counts.len()];
-        let (mut rank, mut rank_end, mut position) = (0, counts[0], 0);
-        for piece in &self.pieces {
-            let (mut start, end) = (position, position + piece.len);
-            while start < end {
-                while rank_end <= start {
-                    rank += 1;
-                    rank_end += counts[rank];
-                }
-                let next = end.min(rank_end);
-                held[rank] += next - start;
-                start = next;
-            }
-            position += piece.extent();
-        }
-        held
+        let elements = |rank| {
+            let overlaps = self.overlaps(self.shard_range(rank));
+            overlaps.map(|overlap| overlap.elements.len()).sum()
+        };
+        (0..self.counts.ranks()).map(elements).collect()
     }
 
     /// Returns the range of a rank's shard in the flat buffer.
@@ -304,6 +284,19 @@ impl Bucket {
             })
         })
     }
+}
+
+/// Groups segments by the indices of their parameters, ordered by their first elements.
+fn by_parameter(
+    segments: impl Iterator<Item = (usize, InBuffer)>,
+) -> BTreeMap<usize, Vec<InBuffer>> {
+    let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+    segments.for_each(|(parameter, segment)| {
+        parameters.entry(parameter).or_default().push(segment);
+    });
+    // Owners may have taken the matrices of a parameter in any order.
+    parameters.values_mut().for_each(|segments| segments.sort_unstable());
+    parameters
 }
 
 /// The contents of a piece that are in a range of the flat buffer.
