@@ -115,7 +115,7 @@ impl Estimate {
         // The forecast has an error for no ranks.
         let ranks = self.ranks.max(1);
         options.check_batch(ranks.div_ceil(sharding.slices()))?;
-        options.settings.check_axes(sharding.slices(), sharding.parts())?;
+        options.settings.check_sizes(sharding.slices(), sharding.parts())?;
         let contender = options.settings.contender_on(ranks, true)?;
         ensure!(
             contender.optimizer.is_shared(),

@@ -208,7 +208,7 @@ impl Options {
         let all_ranks = world_size.as_ref().unwrap_or(&self.ranks);
         let slices = self.sharding.slices();
         all_ranks.iter().try_for_each(|ranks| self.check_batch(ranks.div_ceil(slices)))?;
-        self.settings.check_axes(slices, self.sharding.parts())?;
+        self.settings.check_sizes(slices, self.sharding.parts())?;
         if self.compare.is_empty() {
             let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")

@@ -10,10 +10,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Arg, Args, Command, ValueEnum};
 use distmuon::comm::World;
-use distmuon::{
-    Dial, MasterWeights, MuonConfig, NewtonSchulzConfig, Recipe, RoutingRule, StateDtype,
-    checkpoint,
-};
+use distmuon::{Dial, MasterWeights, MuonConfig, Recipe, RoutingRule, StateDtype, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
@@ -67,6 +64,12 @@ pub struct Settings {
     #[arg(conflicts_with_all = ["preset", "recipe", "optimizer", "compare"])]
     #[serde(default)]
     pub depth: Option<usize>,
+    /// Width of the layers. Default: one for the preset or the depth.
+    ///
+    /// A multiple of the width of the preset's heads, which stays as it is.
+    #[arg(long, value_parser = at_least_one, help_heading = "Model", conflicts_with = "depth")]
+    #[serde(default)]
+    pub width: Option<usize>,
     /// Tokens of a sequence. Default: one for the preset or the depth.
     #[arg(long, value_name = "TOKENS", value_parser = at_least_one, help_heading = "Model")]
     #[serde(default)]
@@ -84,12 +87,12 @@ pub struct Settings {
     /// The name list prints them, with their versions, dates and sources.
     #[arg(long, value_name = "NAME", value_parser = RecipeName, help_heading = "Optimizer")]
     pub recipe: Option<Recipe>,
-    /// Settings of muon's iteration, as JSON, in place of the recipe's.
+    /// Settings of muon, as JSON, in place of the recipe's.
     ///
-    /// Fields of NewtonSchulzConfig, as in {"normalization": "Schatten4"}.
-    #[arg(long, value_name = "JSON", value_parser = iteration, help_heading = "Optimizer")]
+    /// Fields of MuonConfig, as in {"newton_schulz": {"steps": 6}}.
+    #[arg(long, value_name = "JSON", value_parser = changes, help_heading = "Optimizer")]
     #[serde(default)]
-    pub iteration: Option<Map<String, Value>>,
+    pub settings: Option<Value>,
     /// Type of the parameters.
     ///
     /// On CUDA, gpt2 and depths have bf16 by default, with --master full.
@@ -209,6 +212,12 @@ impl Preset {
             Self::Mixture => GptConfig::new(4, 4, 128, 128, vocabulary).with_experts(8),
         }
     }
+
+    /// The width of a head of attention.
+    fn head(self) -> usize {
+        let GptConfig { width, heads, .. } = self.config(1);
+        width / heads
+    }
 }
 
 /// Returns `true` for NVIDIA's GPUs, whose matrix units multiply bfloat16 faster than float32.
@@ -227,7 +236,11 @@ impl Settings {
             _ => self.preset.config(vocabulary),
         };
         let context = self.context.unwrap_or(sizes.context);
-        GptConfig { context, ..sizes }.with_qk_norm(self.qk_clip.is_none())
+        let config = GptConfig { context, ..sizes }.with_qk_norm(self.qk_clip.is_none());
+        match self.width {
+            Some(width) => GptConfig { width, heads: width / self.preset.head(), ..config },
+            None => config,
+        }
     }
 
     /// The settings that follow from the depth, for this batch, if it is given.
@@ -251,11 +264,8 @@ impl Settings {
             (None, Some(recipe)) => MuonConfig::preset(recipe, self.steps),
             (None, None) => MuonConfig::new(),
         };
-        let muon = match &self.iteration {
-            Some(changes) => {
-                let iteration = changed(&muon.newton_schulz, changes)?;
-                muon.with_newton_schulz(iteration)
-            }
+        let muon = match &self.settings {
+            Some(changes) => changed(&muon, changes)?,
             None => muon,
         };
         let by_heads = recipe.and_then(|recipe| self.by_heads(recipe));
@@ -389,9 +399,10 @@ impl Settings {
     /// Describes the sizes of the model and of the batches in a few words.
     pub fn describe(&self, sizes: &GptConfig) -> String {
         let Self { steps, batch, .. } = self;
-        let form = match self.depth {
-            Some(depth) => format!("depth {depth}"),
-            None => format!("preset {}", self.preset.name()),
+        let form = match (self.depth, self.width) {
+            (Some(depth), _) => format!("depth {depth}"),
+            (None, Some(width)) => format!("preset {} of width {width}", self.preset.name()),
+            (None, None) => format!("preset {}", self.preset.name()),
         };
         format!("{form}, {steps} steps of {batch} x {} tokens", sizes.context)
     }
@@ -418,10 +429,18 @@ impl Settings {
         Ok(Contender { optimizer, recipe: self.recipe })
     }
 
-    /// Fails for layers that can't be cut into a number of slices of whole heads, and for experts
-    /// that can't be divided into a number of parts.
-    pub fn check_axes(&self, slices: usize, parts: usize) -> Result<()> {
-        let GptConfig { heads, experts, .. } = self.model(1);
+    /// Fails for a width that is not one of whole heads, for layers that can't be cut into a number
+    /// of slices of whole heads, and for experts that can't be divided into a number of parts.
+    pub fn check_sizes(&self, slices: usize, parts: usize) -> Result<()> {
+        let GptConfig { heads, width, experts, .. } = self.model(1);
+        if self.depth.is_none() {
+            let head = self.preset.head();
+            ensure!(
+                width.is_multiple_of(head),
+                "--width {width} is not one of whole heads of preset {}: give a multiple of {head}",
+                self.preset.name()
+            );
+        }
         ensure!(
             heads.is_multiple_of(slices),
             "--mesh: {heads} heads of attention can't be divided among {slices} ranks of the axis \
@@ -497,29 +516,38 @@ impl Settings {
     }
 }
 
-/// Parses changes of the iteration's settings.
-fn iteration(text: &str) -> Result<Map<String, Value>> {
+/// Parses changes of Muon's settings.
+fn changes(text: &str) -> Result<Value> {
     let changes = serde_json::from_str(text)?;
-    changed(&NewtonSchulzConfig::new(), &changes)?;
+    changed(&MuonConfig::new(), &changes)?;
     Ok(changes)
 }
 
-/// The settings of an iteration with some fields changed.
-fn changed(
-    iteration: &NewtonSchulzConfig,
-    changes: &Map<String, Value>,
-) -> Result<NewtonSchulzConfig> {
-    let Value::Object(mut fields) = serde_json::to_value(iteration)? else {
-        bail!("the settings of an iteration are no JSON object");
-    };
-    for (name, value) in changes {
-        let names: Vec<_> = fields.keys().cloned().collect();
-        let field = fields.get_mut(name).with_context(|| {
-            format!("the iteration has no setting {name}; give one of {}", names.join(", "))
-        })?;
-        *field = value.clone();
+/// The settings of Muon with some fields changed.
+fn changed(muon: &MuonConfig, changes: &Value) -> Result<MuonConfig> {
+    let mut settings = serde_json::to_value(muon)?;
+    change("muon", &mut settings, changes)?;
+    Ok(serde_json::from_value(settings)?)
+}
+
+/// Changes a setting: of an object the fields that are given, and the whole of any other.
+fn change(name: &str, setting: &mut Value, to: &Value) -> Result<()> {
+    match (setting, to) {
+        // An enum's variant with its value is an object of one field, and another one replaces it.
+        (Value::Object(fields), Value::Object(changes))
+            if fields.len() > 1 || changes.keys().eq(fields.keys()) =>
+        {
+            for (field, value) in changes {
+                let names: Vec<_> = fields.keys().cloned().collect();
+                let setting = fields.get_mut(field).with_context(|| {
+                    format!("{name} has no setting {field}; give one of {}", names.join(", "))
+                })?;
+                change(field, setting, value)?;
+            }
+        }
+        (setting, value) => *setting = value.clone(),
     }
-    Ok(serde_json::from_value(Value::Object(fields))?)
+    Ok(())
 }
 
 /// The parser of a recipe's name. Another name, `list`, prints all recipes.

@@ -212,6 +212,12 @@ fn the_account_of_the_first_step_is_printed_and_logged() {
         assert_eq!(muon["ranks"].as_array().unwrap().len(), ranks, "{more}");
         assert_eq!(muon["update_norm"].is_number(), more.contains("ranks"), "{more}: {muon}");
     }
+    let settings = r#"--settings {"newton_schulz":{"steps":3}}"#;
+    for recipe in ["torch", "kimi-k3"] {
+        let flags = format!("{flags} --recipe {recipe} {settings}");
+        let (_, printed) = succeed_with_output(folder.path(), &flags);
+        assert!(printed.contains(", 3 steps, F32"), "{recipe}: {printed}");
+    }
     let unseen = "--data text.rs --optimizer adamw --account";
     rejected(folder.path(), unseen, "--account shows steps of muon");
 }
