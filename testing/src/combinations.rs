@@ -73,6 +73,9 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![Hyperball::fixed(1.5).into(), NorMuon::new(0.5).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(WeightDecay::Cautious(0.3.into()))
         }),
+        ("a limit of gradients", {
+            MuonConfig::new().with_parts(vec![Mars::exact(0.025).into(), NorMuon::new(0.9).into()])
+        }),
         ("a braked norm", {
             let parts = vec![RadialBrake::new(0.5, 0.9).into(), MaxNorm::new(9.0).into()];
             MuonConfig::new().with_parts(parts).with_weight_decay(0.2.into())
