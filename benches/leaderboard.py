@@ -3,14 +3,16 @@
 
 Every run trains the default task of `train_lm`, on one core of its own. Its final validation loss
 is a row of docs/results/leaderboard.csv, and a run that has a row there is not repeated, so the
-program can be ended and started again. docs/results/leaderboard.md says what is counted, and how;
-it has one part between two comments, which the program writes from the rows.
+program can be ended and started again. docs/results/leaderboard.md says what is counted, and how.
+The program writes the tables there, between comments, from the rows.
 
     cargo build --release --example train_lm
     benches/leaderboard.py               all entries
     benches/leaderboard.py muon track-3  these alone, and the table of all rows
     benches/leaderboard.py --rates       all entries, without the runs on eight seeds
-    benches/leaderboard.py --table       the table alone
+    benches/leaderboard.py --seeds muon  eight seeds of 300 steps
+    benches/leaderboard.py --widths      the best rates of four widths
+    benches/leaderboard.py --table       the tables alone
 """
 
 import csv
@@ -29,7 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "target/release/examples/train_lm"
 ROWS = ROOT / "docs/results/leaderboard.csv"
 TABLE = ROOT / "docs/results/leaderboard.md"
-MARKS = ("<!-- benches/leaderboard.py writes from here -->", "<!-- to here -->")
 
 STEPS = 300
 SEEDS = range(1, 9)
@@ -38,6 +39,9 @@ GRID = 10
 # As in modded-nanogpt's track 3, whose threshold of 0.004 is three deviations of 0.0013.
 DEVIATIONS = 3
 BASELINE = "burn-muon"
+WIDTHS = [64, 128, 256, 512]
+# The largest width takes sixteen times as long as the default one.
+STEPS_OF_WIDTHS = 100
 
 
 def settings(**changes):
@@ -77,7 +81,7 @@ WEIGHTS = [SLOPE * (place + 1) for place in range(5)]
 WEIGHTS.append(1 - sum(WEIGHTS))
 
 # For every entry: its arguments, the middle one of its first three rates, and the largest number
-# of steps. Entries from `momentum 0.95` on are the defaults with other settings.
+# of steps.
 ENTRIES = {
     "adamw": (["--optimizer", "adamw"], 4e-3, 1200),
     "burn-muon": (["--optimizer", "burn-muon"], 1.1e-2, STEPS),
@@ -94,6 +98,7 @@ ENTRIES = {
     "kimi-k3": (["--recipe", "kimi-k3"], 8e-3, STEPS),
     "glm-5": (["--recipe", "glm-5"], 8e-3, STEPS),
 }
+# The defaults with other settings.
 PARTS = {
     "momentum 0.95": {"momentum": {"momentum": constant(0.95)}},
     "momentum 0.9": {"momentum": {"momentum": constant(0.9)}},
@@ -135,10 +140,32 @@ PARTS = {
 }
 ENTRIES |= {name: (settings(**changes), 8e-3, STEPS) for name, changes in PARTS.items()}
 
+
+def spectral(width):
+    """Spectral scales for matrices and muP's for AdamW, whose head has a rate that falls with the
+    width. At the default width, rates of AdamW are those of the other scale."""
+    adamw = {"embedding_lr": 0.44, "vector_lr": 0.44, "head_lr": 0.44 * 128 / width}
+    return settings(lr_scale="Spectral", rest={"AdamW": adamw})
+
+
+SCALES = {"this crate's": (lambda width: [], 1.6e-2), "spectral": (spectral, 3.6e-2)}
+OF_WIDTHS = {
+    f"{scale}, {width}": (["--width", str(width), *arguments(width)], rate, STEPS_OF_WIDTHS)
+    for scale, (arguments, rate) in SCALES.items()
+    for width in WIDTHS
+}
+
+NAMES = [name for name in ENTRIES if name not in PARTS]
+
 running = threading.Semaphore(os.cpu_count())
 lock = threading.Lock()
 rows = {}
 dates = []
+trains = True
+
+
+class Missing(Exception):
+    """A run that a table needs and that has no row."""
 
 
 def read_rows():
@@ -157,10 +184,12 @@ def rate_text(rate):
 
 def loss(name, rate, steps=STEPS, seed=1):
     """The final validation loss of a run."""
-    arguments = ENTRIES[name][0]
+    arguments = (ENTRIES | OF_WIDTHS)[name][0]
     key = (" ".join(arguments), rate_text(rate), steps, seed)
     if key in rows:
         return rows[key]
+    if not trains:
+        raise Missing(key)
     command = [PROGRAM, "--sample", "0", "--eval-every", "0", "--lr", rate_text(rate)]
     command += ["--steps", str(steps), "--seed", str(seed), *arguments]
     # The digits do not depend on the number of threads, and runs side by side are faster.
@@ -186,30 +215,33 @@ def in_parallel(function, values):
         return list(pool.map(function, values))
 
 
-def best_rate(name):
-    """The best of at least three rates on seed 1, a factor of the root of two apart, of which none
-    at the edge is the best."""
-    middle = ENTRIES[name][1]
-    rate = lambda place: middle * 2 ** (place / 2)
+def sweep(name, steps=STEPS):
+    """The losses on seed 1 of at least three rates, a factor of the root of two apart, of which
+    none at the edge is the best."""
+    middle = (ENTRIES | OF_WIDTHS)[name][1]
+    rate = lambda place: float(rate_text(middle * 2 ** (place / 2)))
     places = [-1, 0, 1]
     while True:
-        losses = in_parallel(lambda place: loss(name, rate(place)), places)
-        best = places[losses.index(min(losses))]
-        if best == places[0]:
-            places.insert(0, best - 1)
-        elif best == places[-1]:
-            places.append(best + 1)
-        else:
-            return float(rate_text(rate(best)))
+        losses = in_parallel(lambda place: loss(name, rate(place), steps), places)
+        best = losses.index(min(losses))
+        if 0 < best < len(places) - 1:
+            return dict(zip(map(rate, places), losses))
+        places = [places[0] - 1, *places] if best == 0 else [*places, places[-1] + 1]
 
 
-def of_seeds(name, rate, steps):
+def best_rate(name):
+    losses = sweep(name)
+    return min(losses, key=losses.get)
+
+
+def of_seeds(name, steps=STEPS):
+    rate = best_rate(name)
     return in_parallel(lambda seed: loss(name, rate, steps, seed), SEEDS)
 
 
 def goal():
     """The mean and the deviation of the baseline's final losses, and its loss on seed 1."""
-    losses = of_seeds(BASELINE, best_rate(BASELINE), STEPS)
+    losses = of_seeds(BASELINE)
     return statistics.mean(losses), statistics.stdev(losses), losses[0]
 
 
@@ -219,10 +251,10 @@ def margin(losses):
     return (mean - statistics.mean(losses)) * math.sqrt(len(losses)) / deviation
 
 
-def probable_steps(name, rate):
+def probable_steps(name):
     """The steps at which seed 1 ends as far below the baseline as the mean has to; None for more
     than the entry may have."""
-    most = ENTRIES[name][2]
+    rate, most = best_rate(name), ENTRIES[name][2]
     _, deviation, of_baseline = goal()
     wanted = of_baseline - DEVIATIONS * deviation / math.sqrt(len(SEEDS))
     # Losses are roughly linear in the logarithm of the steps, with this slope on the default task.
@@ -242,86 +274,110 @@ def probable_steps(name, rate):
 def fewest_steps(name):
     """The fewest steps whose final losses are far enough below the goal, and the losses of all
     seeds; None for more than the entry may have."""
-    rate = best_rate(name)
-    steps = probable_steps(name, rate)
+    steps = probable_steps(name)
     if steps is None:
         return None
     reached = {}
     while steps not in reached and steps <= ENTRIES[name][2]:
-        losses = of_seeds(name, rate, steps)
+        losses = of_seeds(name, steps)
         reached[steps] = losses if margin(losses) >= DEVIATIONS else None
         steps += GRID if reached[steps] is None else -GRID
     return min(((steps, losses) for steps, losses in reached.items() if losses), default=None)
 
 
-class Missing(Exception):
-    """A run that the table needs and that has no row."""
+def mean_and_error(losses):
+    """The mean with its standard error."""
+    error = statistics.stdev(losses) / math.sqrt(len(losses))
+    return f"{statistics.mean(losses):.4f} ± {error:.4f}"
 
 
-def table():
-    """The table of all entries that have rows, the fewest steps first."""
+def cells_of(name):
+    """The order of an entry in the table, and its cells; None for one that has no rate yet."""
+    try:
+        rate = best_rate(name)
+    except Missing:
+        return None
+    at_the_end = loss(name, rate)
+    cells = [f"`{name}`" if name in NAMES else name, rate_text(rate), f"{at_the_end:.4f}"]
+    try:
+        cells.append(mean_and_error(of_seeds(name)))
+    except Missing:
+        cells.append("")
+    if name == BASELINE:
+        return (STEPS, at_the_end), [*cells, f"{STEPS}, the goal", ""]
+    most = ENTRIES[name][2]
+    try:
+        fewest = fewest_steps(name)
+    except Missing:
+        return (most + 2, at_the_end), [*cells, "", ""]
+    if fewest is None:
+        return (most + 1, at_the_end), [*cells, f"> {most}", ""]
+    steps, losses = fewest
+    return (steps, at_the_end), [*cells, str(steps), f"{margin(losses):.1f}"]
 
-    def row(name):
-        try:
-            rate = best_rate(name)
-        except Missing:
-            return math.inf, math.inf, None
-        at_the_end = loss(name, rate)
-        cells = [f"`{name}`", f"{rate:.1e}", f"{at_the_end:.4f}"]
-        try:
-            fewest = fewest_steps(name)
-        except Missing:
-            return math.inf, at_the_end, [*cells, "", "", ""]
-        if name == BASELINE:
-            mean, _, _ = goal()
-            return STEPS, at_the_end, [*cells, str(STEPS), f"{mean:.4f}", "the goal"]
-        if fewest is None:
-            return ENTRIES[name][2] + 1, at_the_end, [*cells, f"> {ENTRIES[name][2]}", "", ""]
-        steps, losses = fewest
-        cells += [str(steps), f"{statistics.mean(losses):.4f}", f"{margin(losses):.1f}"]
-        return steps, at_the_end, cells
 
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines)
+
+
+def of_entries():
     mean, deviation, _ = goal()
-    head = ["entry", "rate", f"loss, {STEPS} steps, seed 1", "steps", "mean loss", "margin"]
-    cells = [cells for _, _, cells in sorted(map(row, ENTRIES), key=lambda row: row[:2]) if cells]
-    lines = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *cells]]
+    found = sorted(filter(None, map(cells_of, ENTRIES)), key=lambda found: found[0])
+    head = ["entry", "rate", "loss, seed 1", "loss, eight seeds", "steps", "margin"]
     return (
-        f"The goal is {mean:.4f}, the mean of eight seeds of `{BASELINE}`, with sigma "
-        f"{deviation:.4f}. {len(rows)} runs, from {min(dates)} to {max(dates)}.\n\n"
-        + "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
+        f"The goal is {mean:.4f}, and sigma is {deviation:.4f}. {len(rows)} runs, from "
+        f"{min(dates)} to {max(dates)}.\n\n" + table(head, [cells for _, cells in found])
     )
 
 
-def write_table():
-    global loss
-    run = loss
+def of_widths():
+    lines = []
+    for scale in SCALES:
+        bests = []
+        for width in WIDTHS:
+            try:
+                losses = sweep(f"{scale}, {width}", STEPS_OF_WIDTHS)
+            except Missing:
+                continue
+            best = min(losses, key=losses.get)
+            bests.append(best)
+            swept = ", ".join(f"{rate_text(rate)}: {loss:.4f}" for rate, loss in losses.items())
+            lines.append([scale, str(width), rate_text(best), f"{losses[best]:.4f}", swept])
+    head = ["scale", "width", "best rate", "loss", "all rates"]
+    return table(head, lines)
 
-    def known(name, rate, steps=STEPS, seed=1):
-        key = (" ".join(ENTRIES[name][0]), rate_text(rate), steps, seed)
-        if key not in rows:
-            raise Missing(key)
-        return run(name, rate, steps, seed)
 
-    loss = known
+def write_tables():
     text = TABLE.read_text()
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    TABLE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
+    for name, write in {"entries": of_entries, "widths": of_widths}.items():
+        begin, end = f"<!-- {name}: written by benches/leaderboard.py -->", f"<!-- {name} end -->"
+        (before, rest) = text.split(begin)
+        text = f"{before}{begin}\n\n{write()}\n\n{end}{rest.split(end)[1]}"
+    TABLE.write_text(text)
 
 
 def main():
+    global trains
     arguments = sys.argv[1:]
     read_rows()
-    if "--table" not in arguments:
-        names = [name for name in arguments if name in ENTRIES] or list(ENTRIES)
-        # Two entries at a time keep all cores busy while one of them waits for its last run.
-        with ThreadPoolExecutor(2) as pool:
+    names = [name for name in arguments if name in ENTRIES] or list(ENTRIES)
+    trains = "--table" not in arguments
+    # Two entries at a time keep all cores busy while one of them waits for its last run.
+    with ThreadPoolExecutor(2) as pool:
+        if "--widths" in arguments:
+            list(pool.map(lambda name: sweep(name, STEPS_OF_WIDTHS), OF_WIDTHS))
+        elif "--seeds" in arguments:
+            list(pool.map(of_seeds, names))
+        elif "--rates" in arguments:
             list(pool.map(best_rate, names))
-            if "--rates" not in arguments:
-                goal()
-                names.sort(key=lambda name: loss(name, best_rate(name)))
-                list(pool.map(fewest_steps, [name for name in names if name != BASELINE]))
-    write_table()
+        elif trains:
+            list(pool.map(best_rate, names))
+            goal()
+            names.sort(key=lambda name: loss(name, best_rate(name)))
+            list(pool.map(fewest_steps, [name for name in names if name != BASELINE]))
+    trains = False
+    write_tables()
 
 
 if __name__ == "__main__":

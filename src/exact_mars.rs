@@ -49,8 +49,9 @@ impl Mars {
     ///     .with_parts(vec![mars.into()])
     ///     .with_momentum(MomentumConfig::from(momentum).with_nesterov(false));
     /// let routing = config.route(&model)?;
-    /// let of_muon = routing.routes().iter().filter(|r| matches!(r.role, ParameterRole::Muon { .. }));
-    /// let matrices: Vec<ParamId> = of_muon.map(|route| route.id).collect();
+    /// let is_matrix = |role| matches!(role, ParameterRole::Muon { .. });
+    /// let routes = routing.routes().iter().filter(|route| is_matrix(route.role));
+    /// let matrices: Vec<ParamId> = routes.map(|route| route.id).collect();
     /// let mut optim = config.init_batched(&model)?;
     /// let mut previous_model = model.clone();
     /// for _step in 0..3 {

@@ -73,10 +73,11 @@ impl Layout {
         error.map_or(Ok(average), Err)
     }
 
-    /// Returns a copy of the model to start an [`average`](Self::average) with, whose parameters are
-    /// float32 where the model's are in half precision: an average in float32 keeps small changes.
-    /// It takes as much memory as the model, or twice as much as one in half precision, and each
-    /// rank has the parts that it has of the model. Sends nothing, and is called by all ranks.
+    /// Returns a copy of the model to start an [`average`](Self::average) with, whose parameters
+    /// are float32 where the model's are in half precision: an average in float32 keeps small
+    /// changes. It takes as much memory as the model, or twice as much as one in half precision,
+    /// and each rank has the parts that it has of the model. Sends nothing, and is called by all
+    /// ranks.
     ///
     /// The copy computes in float32: give it inputs in float32. Or evaluate
     /// `layout.average(model.clone(), &average, 0.0)`, the average in the model's own types.
