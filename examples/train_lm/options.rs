@@ -22,7 +22,7 @@ pub const LINE_EVERY: usize = 25;
 
 const EXAMPLES: &str = "\
 Examples:
-  train_lm                                    two minutes on two cores
+  train_lm                                    two minutes on two cores (release)
   train_lm --compare adamw,muon --plot a.svg  curves of both
   train_lm --save run.bpk --log run.jsonl     ended by Ctrl-C, then
   train_lm --resume run.bpk --ranks 2         continued on two ranks

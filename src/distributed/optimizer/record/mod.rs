@@ -85,7 +85,8 @@ impl DistModuleOptimizer {
     /// format for any number of ranks. All ranks make this call; rank 0 writes.
     ///
     /// Rank 0 collects and writes the state bucket by bucket, and the model parameter by parameter.
-    /// The other ranks wait until the file is complete, however long that takes.
+    /// The other ranks wait until the file is complete, for up to an hour:
+    /// [`Communicator::set_busy_limit`](crate::comm::Communicator::set_busy_limit).
     ///
     /// # Errors
     ///
