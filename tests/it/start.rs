@@ -501,42 +501,6 @@ fn models_of_other_shapes_are_neither_averaged_nor_sent() {
 }
 
 #[test]
-fn an_average_of_half_precision_keeps_changes_that_are_smaller_than_its_digits() {
-    type Divides = fn(Layout) -> Layout;
-    let divides: [Divides; 3] =
-        [|layout| layout, |layout| layout.owned("dp"), |layout| layout.overlap_backward()];
-    for divides in divides {
-        let averaged = World::launch(2, |world| {
-            let layout = divides(Layout::from(&world));
-            let mut model = Placed::new(world.device(), WIDTH);
-            model.weight = model.weight.map(|values| values.cast(DType::BF16));
-            let model = layout.shard(model)?;
-            let mut average = layout.start_average(&model);
-            let model = layout.map_elements(model, |_, values| values * 2.0);
-            for _step in 0..100 {
-                average = layout.average(average, &model, 0.999)?;
-            }
-            let value = |matrix: &Param<Tensor<2>>| {
-                let value = matrix.val().inner();
-                (value.dtype(), value.max().cast(DType::F32).into_scalar::<f32>())
-            };
-            // Used like the model.
-            let used = value(&average.weight);
-            layout.discard()?;
-            let [whole, read] = [average.clone(), layout.average(model, &average, 0.0)?]
-                .map(|model| Ok::<_, Error>(value(&layout.unshard(&model)?.weight)));
-            Ok::<_, Error>((used, whole?, read?))
-        });
-        let expected = 2.0 - 0.999_f32.powi(100);
-        let (used, (dtype, average), (read_dtype, read)) = averaged.unwrap();
-        assert_eq!(used, (dtype, average));
-        assert_eq!((dtype, read_dtype), (DType::F32, DType::BF16));
-        assert!((average - expected).abs() < 1e-5, "{average} for {expected}");
-        assert!((read - expected).abs() < 1.0 / 256.0, "{read} for {expected}");
-    }
-}
-
-#[test]
 fn a_function_of_elements_reaches_frozen_parameters() {
     let sums = World::launch(2, |world| {
         let layout = Layout::from(&world).owned("dp");

@@ -13,20 +13,22 @@ use crate::parameters::{self, Field, Visit, in_place_of};
 
 impl Layout {
     /// Returns the average with the values of a model added to it: of every float parameter
-    /// `decay A + (1 - decay) P`, computed at least in float32. Starts with
-    /// [`start_average`](Self::start_average), and is used like the model. Sends nothing, and is
-    /// called by all ranks, as [`map_elements`](Self::map_elements).
+    /// `decay A + (1 - decay) P`, computed at least in float32. Starts with a clone of the model,
+    /// and is used like the model. Sends nothing, and is called by all ranks, as
+    /// [`map_elements`](Self::map_elements).
     ///
-    /// Three calls make the tail average of modded-nanogpt's third track
+    /// Two calls make the tail average of modded-nanogpt's third track
     /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): late in the
-    /// run, start the average, and call `layout.average(average, &model, 1.0 - 1.0 / 150.0)` after
+    /// run, clone the model, and call `layout.average(average, &model, 1.0 - 1.0 / 150.0)` after
     /// every step. Before an evaluation, `layout.average(model.clone(), &average, 0.4)` has 0.4 of
     /// the model and 0.6 of the average. In the source, the token embedding is bfloat16 and has no
     /// average, and all other parameters are float32. Here all float parameters have one.
     ///
-    /// The average keeps the types that it has, so a clone in half precision loses changes: in
-    /// bfloat16, those where `(1 - decay)` times the distance of `P` from `A` is less than about
-    /// `A / 512`. With a decay near 1, such an average stays where it began.
+    /// The average is stored in the types of the parameters. In half precision, a change that is
+    /// smaller than half a digit of the average is lost: in bfloat16, where `(1 - decay)` times the
+    /// distance of `P` from `A` is less than about `A / 512`. With a decay near 1, such an average
+    /// stays where it began. Average a model in float32, or call it every several steps with a
+    /// smaller decay.
     ///
     /// A rank averages the parts that it has.
     ///
@@ -39,8 +41,7 @@ impl Layout {
     /// World::threads(World::devices(2), |world| {
     ///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
     ///     let model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
-    ///     let average = layout.start_average(&model);
-    ///     let average = layout.average(average, &model, 0.999)?; // after every step
+    ///     let average = layout.average(model.clone(), &model, 0.999)?; // after every step
     ///     # let _ = average.num_params();
     ///     Ok::<_, distmuon::Error>(())
     /// })?;
@@ -61,7 +62,7 @@ impl Layout {
             let value = values.0.remove(path).filter(|value| value.dims() == old.dims());
             let Some(value) = value else {
                 let reason = "the model does not have it in the shape of the average";
-                let remedy = "start with `Layout::start_average` of the model";
+                let remedy = "start with a clone of the model";
                 error.get_or_insert(Error::parameter(path, rank, reason, remedy));
                 return old;
             };
@@ -71,21 +72,6 @@ impl Layout {
             kept + value.cast(precise).mul_scalar(1.0 - decay)
         });
         error.map_or(Ok(average), Err)
-    }
-
-    /// Returns a copy of the model to start an [`average`](Self::average) with, whose parameters
-    /// are float32 where the model's are in half precision: an average in float32 keeps small
-    /// changes. It takes as much memory as the model, or twice as much as one in half precision,
-    /// and each rank has the parts that it has of the model. Sends nothing, and is called by all
-    /// ranks.
-    ///
-    /// The copy computes in float32: give it inputs in float32. Or evaluate
-    /// `layout.average(model.clone(), &average, 0.0)`, the average in the model's own types.
-    pub fn start_average<M: Module>(&self, model: &M) -> M {
-        self.map_parts(model.clone(), |_, values| {
-            let precise = precise_dtype(values.dtype());
-            values.cast(precise)
-        })
     }
 
     /// Returns the model with a function applied to the values of its float parameters, such as the
@@ -119,18 +105,6 @@ impl Layout {
     pub fn map_elements<M: Module>(
         &self,
         model: M,
-        mut function: impl FnMut(&str, Tensor<1>) -> Tensor<1>,
-    ) -> M {
-        self.map_parts(model, |path, old| {
-            let dtype = old.dtype();
-            function(path, old).cast(dtype)
-        })
-    }
-
-    /// [`map_elements`](Self::map_elements) with values of any type.
-    fn map_parts<M: Module>(
-        &self,
-        model: M,
         function: impl FnMut(&str, Tensor<1>) -> Tensor<1>,
     ) -> M {
         let found = parameters::of(&model).into_iter();
@@ -147,8 +121,9 @@ struct Elementwise<F> {
 impl<F: FnMut(&str, Tensor<1>) -> Tensor<1>> Elementwise<F> {
     fn apply<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, old, mapper) = param.consume();
+        let (shape, dtype) = (old.shape(), old.dtype());
         let new = (self.function)(path, old.clone().without_autodiff().reshape([-1]));
-        let new: Tensor<D> = new.reshape(old.shape());
+        let new: Tensor<D> = new.cast(dtype).reshape(shape);
         Param::from_mapped_value(id, in_place_of(&old, new), mapper)
     }
 }
