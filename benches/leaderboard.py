@@ -36,8 +36,11 @@ STEPS = 300
 SEEDS = range(1, 9)
 # Steps are counted in tens. Near the end of a run, ten steps are worth about two deviations.
 GRID = 10
-# As in modded-nanogpt's track 3, whose threshold of 0.004 is three deviations of 0.0013.
+# As in modded-nanogpt's track 3, whose threshold of 0.004 for a difference of two means over
+# sqrt(1 / n + 1 / m) is three deviations of 0.0013.
 DEVIATIONS = 3
+# Deviations above the goal at which one seed is enough for a miss.
+FAR = 5
 BASELINE = "burn-muon"
 WIDTHS = [64, 128, 256, 512]
 # The largest width takes sixteen times as long as the default one.
@@ -45,7 +48,7 @@ STEPS_OF_WIDTHS = 100
 
 
 def settings(**changes):
-    """The arguments for distmuon's defaults with other settings."""
+    """The arguments for other settings than those of the defaults, or of a recipe."""
     return ["--settings", json.dumps(changes, separators=(",", ":"))]
 
 
@@ -80,8 +83,8 @@ SLOPE = (56 - 35) / (56 * 15 - sum((place + 1) * age for place, age in enumerate
 WEIGHTS = [SLOPE * (place + 1) for place in range(5)]
 WEIGHTS.append(1 - sum(WEIGHTS))
 
-# For every entry: its arguments, the middle one of its first three rates, and the largest number
-# of steps.
+# For every entry: its arguments or its settings, the middle one of its first three rates, and the
+# largest number of steps.
 ENTRIES = {
     "adamw": (["--optimizer", "adamw"], 4e-3, 1200),
     "burn-muon": (["--optimizer", "burn-muon"], 1.1e-2, STEPS),
@@ -119,10 +122,19 @@ PARTS = {
     "Muown": {"parts": [part("Muown", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.0)]}
     | {"momentum": {"nesterov": False}}
     | decay("Decoupled", 0.0),
-    "EMA-Nesterov": {
-        # From a sixth of the run on, as in its record, and back to zero.
+    # From a sixth of the run on, as in its record, and back to zero at three quarters.
+    "EMA-Nesterov": lambda steps: {
         "parts": [
-            part("EmaNesterov", decay=0.99, lookahead=linear(0.0, (48, 0.0), (1, 0.6), (181, 0.0)))
+            part(
+                "EmaNesterov",
+                decay=0.99,
+                lookahead=linear(
+                    0.0,
+                    (16 * steps // 100, 0.0),
+                    (1, 0.6),
+                    (23 * steps // 30 - 16 * steps // 100 - 1, 0.0),
+                ),
+            )
         ]
     },
     "K-Maxwell": {
@@ -131,14 +143,16 @@ PARTS = {
     },
     "Hyperball": {"parts": [part("Hyperball", radius="Initial")]} | decay("Decoupled", 0.0),
     "radial brake": {"parts": [part("RadialBrake", outward=0.5, inward=1.0)]},
-    "floor of updates": {"parts": [part("RelativeUpdate", least=0.35, most=None, to="Matrix")]},
     "floor by rows, late decay": {
         "parts": [part("RelativeUpdate", least=0.3825, most=None, to="Outputs")]
     }
     | decay("CautiousAfter", 0.1),
     "row equilibration": {"parts": [part("RowEquilibration")]},
 }
-ENTRIES |= {name: (settings(**changes), 8e-3, STEPS) for name, changes in PARTS.items()}
+ENTRIES |= {name: (changes, 8e-3, STEPS) for name, changes in PARTS.items()}
+# A floor that acts: updates of the defaults are larger.
+FLOOR = {"parts": [part("RelativeUpdate", least=0.35, most=None, to="Matrix")]}
+ENTRIES["track-3, floor of updates"] = (["--recipe", "track-3", *settings(**FLOOR)], 5e-2, STEPS)
 
 
 def spectral(width):
@@ -155,13 +169,16 @@ OF_WIDTHS = {
     for width in WIDTHS
 }
 
-NAMES = [name for name in ENTRIES if name not in PARTS]
+# The names that train_lm has.
+NAMES = [name for name in ENTRIES if name not in PARTS and "," not in name]
 
 running = threading.Semaphore(os.cpu_count())
 lock = threading.Lock()
 rows = {}
 dates = []
 trains = True
+# No run begins any more.
+interrupted = threading.Event()
 
 
 class Missing(Exception):
@@ -178,17 +195,25 @@ def read_rows():
             dates.append(row["date"])
 
 
+def arguments_of(name, steps):
+    """The arguments of an entry for a run of some steps."""
+    arguments = (ENTRIES | OF_WIDTHS)[name][0]
+    if callable(arguments):
+        arguments = arguments(steps)
+    return settings(**arguments) if isinstance(arguments, dict) else arguments
+
+
 def rate_text(rate):
     return f"{rate:.1e}"
 
 
 def loss(name, rate, steps=STEPS, seed=1):
     """The final validation loss of a run."""
-    arguments = (ENTRIES | OF_WIDTHS)[name][0]
+    arguments = arguments_of(name, steps)
     key = (" ".join(arguments), rate_text(rate), steps, seed)
     if key in rows:
         return rows[key]
-    if not trains:
+    if not trains or interrupted.is_set():
         raise Missing(key)
     command = [PROGRAM, "--sample", "0", "--eval-every", "0", "--lr", rate_text(rate)]
     command += ["--steps", str(steps), "--seed", str(seed), *arguments]
@@ -197,6 +222,7 @@ def loss(name, rate, steps=STEPS, seed=1):
     with running:
         done = subprocess.run(command, env=environment, text=True, capture_output=True)
     if done.returncode != 0:
+        interrupted.set()
         raise RuntimeError(f"{name} fails: {done.stderr.strip()}")
     of_run = [line for line in done.stdout.splitlines() if line.startswith("|")][-1]
     final = float(of_run.split("|")[3])
@@ -246,39 +272,46 @@ def goal():
 
 
 def margin(losses):
-    """How far the mean of final losses is below the goal, in deviations of the mean."""
+    """How far the mean of final losses is below the goal, in deviations, by track 3's rule for two
+    means: the goal is a mean of as many losses."""
     mean, deviation, _ = goal()
-    return (mean - statistics.mean(losses)) * math.sqrt(len(losses)) / deviation
+    return (mean - statistics.mean(losses)) / math.sqrt(2 / len(losses)) / deviation
 
 
 def probable_steps(name):
-    """The steps at which seed 1 ends as far below the baseline as the mean has to; None for more
-    than the entry may have."""
+    """The steps at which seed 1 ends as far below the baseline as the mean has to, at most those
+    that the entry may have."""
     rate, most = best_rate(name), ENTRIES[name][2]
     _, deviation, of_baseline = goal()
-    wanted = of_baseline - DEVIATIONS * deviation / math.sqrt(len(SEEDS))
+    wanted = of_baseline - DEVIATIONS * deviation * math.sqrt(2 / len(SEEDS))
     # Losses are roughly linear in the logarithm of the steps, with this slope on the default task.
     slope = -0.32
     known, steps = {}, STEPS
-    while steps not in known:
+    while steps not in known and steps < most or not known:
         known[steps] = loss(name, rate, steps)
         if len(known) > 1:
             (first, of_first), (second, of_second) = list(known.items())[-2:]
             slope = min(-0.1, (of_second - of_first) / math.log(second / first))
         steps = GRID * math.ceil(steps * math.exp((wanted - known[steps]) / slope) / GRID)
-        if steps > most:
-            return None
-    return steps
+    return min(steps, most)
+
+
+def is_far(name):
+    """Whether seed 1 misses the goal by so much that no other seed is needed."""
+    most = ENTRIES[name][2]
+    mean, deviation, _ = goal()
+    return loss(name, best_rate(name), most) > mean + FAR * deviation
 
 
 def fewest_steps(name):
     """The fewest steps whose final losses are far enough below the goal, and the losses of all
     seeds; None for more than the entry may have."""
+    most = ENTRIES[name][2]
     steps = probable_steps(name)
-    if steps is None:
+    if steps == most and is_far(name):
         return None
     reached = {}
-    while steps not in reached and steps <= ENTRIES[name][2]:
+    while steps not in reached and steps <= most:
         losses = of_seeds(name, steps)
         reached[steps] = losses if margin(losses) >= DEVIATIONS else None
         steps += GRID if reached[steps] is None else -GRID
@@ -316,36 +349,35 @@ def cells_of(name):
     return (steps, at_the_end), [*cells, str(steps), f"{margin(losses):.1f}"]
 
 
-def table(head, rows):
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("|" + "|".join(f" {cell} " if cell else " " for cell in line) + "|" for line in lines)
+def table(head, body):
+    line = lambda cells: "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
+    return "\n".join(map(line, [head, ["---"] * len(head), *body]))
 
 
 def of_entries():
-    mean, deviation, _ = goal()
     found = sorted(filter(None, map(cells_of, ENTRIES)), key=lambda found: found[0])
     head = ["entry", "rate", "loss, seed 1", "loss, eight seeds", "steps", "margin"]
-    return (
-        f"The goal is {mean:.4f}, and sigma is {deviation:.4f}. {len(rows)} runs, from "
-        f"{min(dates)} to {max(dates)}.\n\n" + table(head, [cells for _, cells in found])
-    )
+    try:
+        mean, deviation, _ = goal()
+        of_goal = f"The goal is {mean:.4f}, and sigma is {deviation:.4f}. "
+    except Missing:
+        of_goal = ""
+    about = f"{of_goal}{len(rows)} runs, from {min(dates)} to {max(dates)}."
+    return f"{about}\n\n{table(head, [cells for _, cells in found])}"
 
 
 def of_widths():
-    lines = []
+    body = []
     for scale in SCALES:
-        bests = []
         for width in WIDTHS:
             try:
                 losses = sweep(f"{scale}, {width}", STEPS_OF_WIDTHS)
             except Missing:
                 continue
             best = min(losses, key=losses.get)
-            bests.append(best)
             swept = ", ".join(f"{rate_text(rate)}: {loss:.4f}" for rate, loss in losses.items())
-            lines.append([scale, str(width), rate_text(best), f"{losses[best]:.4f}", swept])
-    head = ["scale", "width", "best rate", "loss", "all rates"]
-    return table(head, lines)
+            body.append([scale, str(width), rate_text(best), f"{losses[best]:.4f}", swept])
+    return table(["scale", "width", "best rate", "loss", "all rates"], body)
 
 
 def write_tables():
@@ -357,25 +389,40 @@ def write_tables():
     TABLE.write_text(text)
 
 
+def each(function, names):
+    """Calls a function for two entries at a time, which keeps all cores busy while one of them
+    waits for its last run."""
+    pool = ThreadPoolExecutor(2)
+    try:
+        list(pool.map(function, names))
+    except BaseException:
+        interrupted.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def main():
     global trains
-    arguments = sys.argv[1:]
+    flags = {argument for argument in sys.argv[1:] if argument.startswith("--")}
+    names = [argument for argument in sys.argv[1:] if argument not in flags]
+    unknown = flags - {"--rates", "--seeds", "--widths", "--table"} | set(names) - set(ENTRIES)
+    if unknown:
+        known = ", ".join(ENTRIES)
+        sys.exit(f"no such entry or flag: {', '.join(sorted(unknown))}; the entries are {known}")
     read_rows()
-    names = [name for name in arguments if name in ENTRIES] or list(ENTRIES)
-    trains = "--table" not in arguments
-    # Two entries at a time keep all cores busy while one of them waits for its last run.
-    with ThreadPoolExecutor(2) as pool:
-        if "--widths" in arguments:
-            list(pool.map(lambda name: sweep(name, STEPS_OF_WIDTHS), OF_WIDTHS))
-        elif "--seeds" in arguments:
-            list(pool.map(of_seeds, names))
-        elif "--rates" in arguments:
-            list(pool.map(best_rate, names))
-        elif trains:
-            list(pool.map(best_rate, names))
-            goal()
-            names.sort(key=lambda name: loss(name, best_rate(name)))
-            list(pool.map(fewest_steps, [name for name in names if name != BASELINE]))
+    names = names or list(ENTRIES)
+    if "--widths" in flags:
+        each(lambda name: sweep(name, STEPS_OF_WIDTHS), OF_WIDTHS)
+    elif "--seeds" in flags:
+        each(of_seeds, names)
+    elif "--rates" in flags:
+        each(best_rate, names)
+    elif "--table" not in flags:
+        each(best_rate, names)
+        goal()
+        names.sort(key=lambda name: loss(name, best_rate(name)))
+        each(fewest_steps, [name for name in names if name != BASELINE])
     trains = False
     write_tables()
 

@@ -30,9 +30,9 @@ impl Mars {
     ///
     /// The correction is linear, so every rank corrects the gradients of its own batch, of
     /// parameters that it has whole or in slices. On several ranks, set
-    /// [`GradDtype::Float32`](crate::distributed::GradDtype::Float32) in half precision. It does
-    /// not work with gradients that a [`Layout`](crate::distributed::Layout) reduces in the
-    /// backward pass, since it reduces none of the former parameters.
+    /// [`GradDtype::Float32`](crate::distributed::GradDtype::Float32) in half precision. With loss
+    /// scaling, multiply both losses by the same scale. A checkpoint does not have the former
+    /// parameters: a resumed run has no correction in its first step.
     ///
     /// ```
     /// use burn::module::ParamId;
@@ -69,10 +69,14 @@ impl Mars {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] for a strength that is negative or not finite, or a momentum that is not
-    /// in `[0, 1)`; [`Error::Usage`] for a pair without previous gradients, or with one of a
-    /// parameter that has no current one; [`Error::Parameter`] for a gradient that is on another
-    /// device than its parameter or has another shape.
+    /// - [`Error::Setting`] for a strength that is negative or not finite, or a momentum that is not
+    ///   in `[0, 1)`.
+    /// - [`Error::Usage`] for a pair without previous gradients, or with one of a parameter that has
+    ///   no current one.
+    /// - [`Error::Parameter`] for a gradient that is on another device than its parameter or has
+    ///   another shape, and for a parameter whose gradient a
+    ///   [`Layout`](crate::distributed::Layout) reduces in the backward pass (`owned`, `rows`,
+    ///   `overlap_backward`).
     pub fn correct<M: Module>(
         &self,
         model: &M,
@@ -91,6 +95,16 @@ impl Mars {
         };
         if gradients.previous.is_empty() {
             return Err(unpaired("no previous gradients".into()));
+        }
+        let mut found = parameters::of(model).into_iter();
+        if let Some(found) = found.find(|found| found.placement.reduces_in_backward()) {
+            return Err(Error::parameter(
+                &found.path,
+                ONLY_RANK,
+                "its gradient can't be corrected: expected one of this rank's batch, got a shard of \
+                 the mean of all ranks",
+                "use a layout without `owned`, `rows` and `overlap_backward`, or `Mars::new`",
+            ));
         }
         let strength = self.gamma * momentum / (1.0 - momentum);
         let mut correct = Correct { gradients, strength, error: None };

@@ -242,6 +242,7 @@ impl Options {
             self.check_sums(*contender)?;
             self.settings.check_digits(*contender)?;
         }
+        self.settings.check_muon(&runs.iter().map(|run| run.contender).collect::<Vec<_>>())?;
         self.sharding.check_limits()?;
         ensure!(
             !self.sharding.is_shared()

@@ -90,9 +90,9 @@ pub struct Settings {
     /// Settings of muon, as JSON, in place of the recipe's.
     ///
     /// Fields of MuonConfig, as in {"newton_schulz": {"steps": 6}}.
-    #[arg(long, value_name = "JSON", value_parser = changes, help_heading = "Optimizer")]
+    #[arg(long, value_name = "JSON", value_parser = object, help_heading = "Optimizer")]
     #[serde(default)]
-    pub settings: Option<Value>,
+    pub settings: Option<Map<String, Value>>,
     /// Type of the parameters.
     ///
     /// On CUDA, gpt2 and depths have bf16 by default, with --master full.
@@ -264,14 +264,28 @@ impl Settings {
             (None, Some(recipe)) => MuonConfig::preset(recipe, self.steps),
             (None, None) => MuonConfig::new(),
         };
-        let muon = match &self.settings {
-            Some(changes) => changed(&muon, changes)?,
-            None => muon,
-        };
         let by_heads = recipe.and_then(|recipe| self.by_heads(recipe));
         let muon = by_heads.into_iter().fold(muon, MuonConfig::with_rule);
         let muon = muon.with_state_dtype(self.states.dtype());
-        Ok(muon.with_master_weights(self.master_weights()))
+        let muon = muon.with_master_weights(self.master_weights());
+        match &self.settings {
+            Some(changes) => changed(&muon, changes),
+            None => Ok(muon),
+        }
+    }
+
+    /// Fails for settings of Muon that no run has, or that one of them can't have.
+    pub fn check_muon(&self, runs: &[Contender]) -> Result<()> {
+        let is_muon = |run: &&Contender| run.optimizer.single() == OptimizerName::Muon;
+        let of_muon: Vec<_> = runs.iter().filter(is_muon).collect();
+        ensure!(
+            self.settings.is_none() || !of_muon.is_empty(),
+            "--settings has settings of muon, dist-muon and recipes; use or compare one of them"
+        );
+        of_muon.into_iter().try_for_each(|run| {
+            let built = self.muon(run.recipe).and_then(|muon| Ok(muon.try_build()?));
+            built.map(drop).with_context(|| format!("--settings for {}", run.name()))
+        })
     }
 
     /// The rule by which a recipe orthogonalises projections of attention in blocks of heads.
@@ -437,7 +451,7 @@ impl Settings {
             let head = self.preset.head();
             ensure!(
                 width.is_multiple_of(head),
-                "--width {width} is not one of whole heads of preset {}: give a multiple of {head}",
+                "--width {width} is not one of whole heads of preset {}; give a multiple of {head}",
                 self.preset.name()
             );
         }
@@ -516,38 +530,54 @@ impl Settings {
     }
 }
 
-/// Parses changes of Muon's settings.
-fn changes(text: &str) -> Result<Value> {
-    let changes = serde_json::from_str(text)?;
-    changed(&MuonConfig::new(), &changes)?;
-    Ok(changes)
+/// Parses a JSON object.
+fn object(text: &str) -> Result<Map<String, Value>> {
+    Ok(serde_json::from_str(text)?)
 }
 
 /// The settings of Muon with some fields changed.
-fn changed(muon: &MuonConfig, changes: &Value) -> Result<MuonConfig> {
-    let mut settings = serde_json::to_value(muon)?;
-    change("muon", &mut settings, changes)?;
-    Ok(serde_json::from_value(settings)?)
+fn changed(muon: &MuonConfig, changes: &Map<String, Value>) -> Result<MuonConfig> {
+    let (mut settings, changes) = (serde_json::to_value(muon)?, Value::Object(changes.clone()));
+    change(&mut settings, &changes);
+    let changed: MuonConfig = serde_json::from_value(settings)?;
+    ensure_known("muon", &changes, &serde_json::to_value(&changed)?)?;
+    Ok(changed)
 }
 
 /// Changes a setting: of an object the fields that are given, and the whole of any other.
-fn change(name: &str, setting: &mut Value, to: &Value) -> Result<()> {
+fn change(setting: &mut Value, to: &Value) {
     match (setting, to) {
         // An enum's variant with its value is an object of one field, and another one replaces it.
         (Value::Object(fields), Value::Object(changes))
             if fields.len() > 1 || changes.keys().eq(fields.keys()) =>
         {
-            for (field, value) in changes {
-                let names: Vec<_> = fields.keys().cloned().collect();
-                let setting = fields.get_mut(field).with_context(|| {
-                    format!("{name} has no setting {field}; give one of {}", names.join(", "))
-                })?;
-                change(field, setting, value)?;
+            for (name, to) in changes {
+                change(fields.entry(name).or_insert(Value::Null), to);
             }
         }
-        (setting, value) => *setting = value.clone(),
+        (setting, to) => *setting = to.clone(),
     }
-    Ok(())
+}
+
+/// Fails for a field that the settings do not have, which serde passes over.
+fn ensure_known(name: &str, given: &Value, settings: &Value) -> Result<()> {
+    match (given, settings) {
+        (Value::Object(given), Value::Object(settings)) => {
+            given.iter().try_for_each(|(field, given)| {
+                let known = settings.get(field).with_context(|| {
+                    let names: Vec<_> = settings.keys().map(String::as_str).collect();
+                    let names = names.join(", ");
+                    format!("{name} has an unknown setting: expected one of {names}, got {field}")
+                })?;
+                ensure_known(field, given, known)
+            })
+        }
+        (Value::Array(given), Value::Array(settings)) => given
+            .iter()
+            .zip(settings)
+            .try_for_each(|(given, settings)| ensure_known(name, given, settings)),
+        _ => Ok(()),
+    }
 }
 
 /// The parser of a recipe's name. Another name, `list`, prints all recipes.

@@ -4,6 +4,7 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
+use distmuon::distributed::Layout;
 use distmuon::parts::{ColumnEquilibration, Mars, RowEquilibration};
 use distmuon::{DistMuonConfig, Error, GradientPair, MatrixLayout, MomentumConfig};
 use distmuon_testing::references::{self, random};
@@ -172,8 +173,29 @@ fn exact_mars_corrects_in_float32_and_rejects_gradients_without_a_pair() {
     let unpaired = GradientPair { current: GradientsParams::new(), previous: gradient(1.0) };
     let error = mars.correct(&model, 0.75, unpaired).unwrap_err();
     assert!(error.to_string().contains("got 1 previous gradients of other"), "{error}");
+    let mut wide = GradientsParams::new();
+    wide.register(model.weight.id, Tensor::<2>::ones([8, 4], &device).inner());
+    let pair = GradientPair { current: gradient(1.0), previous: wide };
+    let error = mars.correct(&model, 0.75, pair).unwrap_err();
+    assert!(error.to_string().contains("expected [8, 8], got [8, 4]"), "{error}");
+    let error = Mars::exact(f64::NAN).correct(&model, 0.75, none()).unwrap_err();
+    assert!(error.to_string().contains("`Mars.gamma` is invalid"), "{error}");
     for momentum in [1.0, -0.1, f64::NAN] {
         let error = mars.correct(&model, momentum, none()).unwrap_err();
         assert!(error.to_string().contains("`momentum` is invalid"), "{error}");
     }
+    let shards = World::launch(2, |world| {
+        let weight = Tensor::<2>::ones([64, 64], world.device()).require_grad();
+        let model = One { weight: Param::from_tensor(weight) };
+        let layout = Layout::from(&world).owned("dp");
+        let model = layout.shard(model)?;
+        mars.correct(
+            &model,
+            0.75,
+            GradientPair { current: GradientsParams::new(), previous: gradient(1.0) },
+        )
+        .map(drop)
+    });
+    let error = shards.unwrap_err();
+    assert!(error.to_string().contains("got a shard of the mean of all ranks"), "{error}");
 }

@@ -19,7 +19,7 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --batch 0", "'0' for '--batch <BATCH>': it must be at least 1"),
         (
             "--data text.rs --width 100",
-            "--width 100 is not one of whole heads of preset tiny: give a multiple of 32",
+            "--width 100 is not one of whole heads of preset tiny; give a multiple of 32",
         ),
         ("--data text.rs --width 64 --depth 4", "'--width <WIDTH>' cannot be used with"),
         ("--data text.rs --lr nan", "'nan' for '--lr <LR>': it must be a positive number"),
@@ -34,17 +34,32 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --compare muon,nano", "a similar value exists: 'nanochat'"),
         (
             "--data text.rs --settings {\"newton_schulz\":{\"norm\":\"Aol\"}}",
-            "for '--settings <JSON>': newton_schulz has no setting norm; give one of coefficients",
+            "newton_schulz has an unknown setting: expected one of coefficients",
         ),
         (
             "--data text.rs --settings {\"newton_schulz\":{\"normalization\":\"Nuclear\"}}",
-            "for '--settings <JSON>': unknown variant `Nuclear`, expected one of `Frobenius`,",
+            "Caused by: unknown variant `Nuclear`, expected one of `Frobenius`,",
         ),
-        ("--data text.rs --settings {\"moment\":0.9}", "muon has no setting moment; give one of"),
-        ("--data text.rs --settings [1]", "for '--settings <JSON>': "),
+        ("--data text.rs --settings {\"moment\":0.9}", "muon has an unknown setting: expected"),
+        (
+            "--data text.rs --settings {\"parts\":[{\"Mars\":{\"gamma\":0.1,\"exakt\":true}}]}",
+            "Mars has an unknown setting: expected one of exact, gamma, got exakt",
+        ),
+        (
+            "--data text.rs --settings [1]",
+            "'[1]' for '--settings <JSON>': invalid type: sequence, expected a map",
+        ),
         (
             "--data text.rs --settings {\"newton_schulz\":{\"steps\":0}}",
             "newton_schulz.steps` is invalid: expected at least 1",
+        ),
+        (
+            "--data text.rs --compare muon,nanochat --settings {\"weight_decay\":{\"Decoupled\":{}}}",
+            "--settings for nanochat\nCaused by: missing field `start`",
+        ),
+        (
+            "--data text.rs --optimizer adamw --settings {\"lr_factor\":2}",
+            "--settings has settings of muon, dist-muon and recipes; use or compare one of them",
         ),
         ("--data text.rs --recipe adamw", "'adamw' for '--recipe <NAME>'"),
         ("--data text.rs --recipe torch --compare muon", "cannot be used with"),
