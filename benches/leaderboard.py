@@ -297,7 +297,7 @@ def probable_steps(name):
 
 
 def is_far(name):
-    """Whether seed 1 misses the goal by so much that no other seed is needed."""
+    """Returns True if seed 1 misses the goal by so much that no other seed is needed."""
     most = ENTRIES[name][2]
     mean, deviation, _ = goal()
     return loss(name, best_rate(name), most) > mean + FAR * deviation

@@ -69,10 +69,10 @@ impl Mars {
     ///
     /// # Errors
     ///
-    /// - [`Error::Setting`] for a strength that is negative or not finite, or a momentum that is not
-    ///   in `[0, 1)`.
-    /// - [`Error::Usage`] for a pair without previous gradients, or with one of a parameter that has
-    ///   no current one.
+    /// - [`Error::Setting`] for a strength that is negative or not finite, or a momentum that is
+    ///   not in `[0, 1)`.
+    /// - [`Error::Usage`] for a pair without previous gradients, or with one of a parameter that
+    ///   has no current one.
     /// - [`Error::Parameter`] for a gradient that is on another device than its parameter or has
     ///   another shape, and for a parameter whose gradient a
     ///   [`Layout`](crate::distributed::Layout) reduces in the backward pass (`owned`, `rows`,
@@ -101,8 +101,8 @@ impl Mars {
             return Err(Error::parameter(
                 &found.path,
                 ONLY_RANK,
-                "its gradient can't be corrected: expected one of this rank's batch, got a shard of \
-                 the mean of all ranks",
+                "its gradient can't be corrected: expected one of this rank's batch, got a shard \
+                 of the mean of all ranks",
                 "use a layout without `owned`, `rows` and `overlap_backward`, or `Mars::new`",
             ));
         }
