@@ -54,7 +54,7 @@ fn bad_input_is_rejected_before_the_first_step() {
             "newton_schulz.steps` is invalid: expected at least 1",
         ),
         (
-            r#"--data text.rs --compare muon,nanochat --settings {"weight_decay":{"Decoupled":{}}}"#,
+            r#"--compare muon,nanochat --settings {"weight_decay":{"Decoupled":{}}}"#,
             "--settings for nanochat\nCaused by: missing field `start`",
         ),
         (
