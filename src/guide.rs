@@ -90,6 +90,7 @@ pub mod settings {}
 /// [`AdamWConfig`]: crate::AdamWConfig
 /// [Choosing a learning rate]: crate::guide::learning_rate
 /// [docs/results]: crate::guide#other-documents
+/// [leaderboard]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/recipes.md")]
 pub mod recipes {}
 
