@@ -30,7 +30,9 @@ impl Layout {
     /// stays where it began. Average a model in float32, or call it every several steps with a
     /// smaller decay.
     ///
-    /// A rank averages the parts that it has.
+    /// A rank averages the parts that it has. Clones of a model share running statistics, such as
+    /// BatchNorm's, so these are not averaged. A checkpoint has one model: to keep the average as
+    /// well, save [`unshard`](Self::unshard)`(&average)` with Burn's recorders.
     ///
     /// ```
     /// use burn::module::Module;
