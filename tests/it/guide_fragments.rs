@@ -103,11 +103,12 @@ mod changed_lines {
 /// `docs/guide/ranks.md`.
 mod averaged {
     use burn::nn::Linear;
-    use distmuon::distributed::Gradients;
-    use distmuon::{DistMuonConfig, Result, World};
+    use distmuon::{Result, World};
 
     #[rustfmt::skip]
     fn averaged(world: World, model: Linear) -> Result<()> {
+        use distmuon::distributed::{DistMuonConfig, Gradients};
+
         let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
         let mut optim = config.per_parameter(&world)?.init(&model)?; // a `ModuleOptimizer`
         Ok(())
