@@ -40,12 +40,13 @@ impl Mars {
     /// use burn::optim::GradientsParams;
     /// use burn::tensor::{Device, Tensor};
     /// use distmuon::parts::Mars;
-    /// use distmuon::{GradientPair, MomentumConfig, MuonConfig, ParameterRole};
+    /// use distmuon::{GradientPair, MomentumConfig, MuonConfig, ParameterRole, RoutingRule};
     ///
     /// let device = Device::default().autodiff();
     /// let mut model = LinearConfig::new(8, 8).init(&device);
     /// let (mars, momentum) = (Mars::exact(0.025), 0.95);
     /// let config = MuonConfig::new()
+    ///     .with_rule(RoutingRule::muon("weight"))
     ///     .with_parts(vec![mars.into()])
     ///     .with_momentum(MomentumConfig::from(momentum).with_nesterov(false));
     /// let routing = config.route(&model)?;

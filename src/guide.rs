@@ -295,5 +295,6 @@ pub mod troubleshooting {}
 /// [Troubleshooting]: crate::guide::troubleshooting
 /// [Processes and several hosts]: crate::guide::hosts
 /// [One device]: crate::guide::one_device
+/// [`IterationDtype::Auto`]: crate::IterationDtype::Auto
 #[doc = include_str!("../docs/guide/gpu.md")]
 pub mod gpu {}
