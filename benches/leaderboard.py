@@ -342,9 +342,9 @@ def cells_of(name):
     try:
         fewest = fewest_steps(name)
     except Missing:
-        return (most + 2, at_the_end), [*cells, "", ""]
+        return (most + 1, at_the_end), [*cells, "", ""]
     if fewest is None:
-        return (most + 1, at_the_end), [*cells, f"> {most}", ""]
+        return (most + 2, at_the_end), [*cells, f"> {most}", ""]
     steps, losses = fewest
     return (steps, at_the_end), [*cells, str(steps), f"{margin(losses):.1f}"]
 
