@@ -318,6 +318,19 @@ def fewest_steps(name):
     return min(((steps, losses) for steps, losses in reached.items() if losses), default=None)
 
 
+def known_steps(name):
+    """The fewest steps that are known to be enough while fewer are still to be tried, and their
+    losses; None for none."""
+    for steps in range(GRID, ENTRIES[name][2] + 1, GRID):
+        try:
+            losses = of_seeds(name, steps)
+        except Missing:
+            continue
+        if margin(losses) >= DEVIATIONS:
+            return steps, losses
+    return None
+
+
 def mean_and_error(losses):
     """The mean with its standard error."""
     error = statistics.stdev(losses) / math.sqrt(len(losses))
@@ -342,7 +355,11 @@ def cells_of(name):
     try:
         fewest = fewest_steps(name)
     except Missing:
-        return (most + 1, at_the_end), [*cells, "", ""]
+        known = known_steps(name)
+        if known is None:
+            return (most + 1, at_the_end), [*cells, "", ""]
+        steps, losses = known
+        return (steps, at_the_end), [*cells, f"<= {steps}", f"{margin(losses):.1f}"]
     if fewest is None:
         return (most + 2, at_the_end), [*cells, f"> {most}", ""]
     steps, losses = fewest
