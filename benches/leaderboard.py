@@ -101,6 +101,17 @@ ENTRIES = {
     "kimi-k3": (["--recipe", "kimi-k3"], 8e-3, STEPS),
     "glm-5": (["--recipe", "glm-5"], 8e-3, STEPS),
 }
+# The names that train_lm has.
+NAMES = list(ENTRIES)
+
+
+def ema_nesterov(steps):
+    """Ahead from a sixth of the run on, as in its record, and back at three quarters."""
+    first, last = 16 * steps // 100, 23 * steps // 30
+    lookahead = linear(0.0, (first, 0.0), (1, 0.6), (last - first - 1, 0.0))
+    return {"parts": [part("EmaNesterov", decay=0.99, lookahead=lookahead)]}
+
+
 # The defaults with other settings.
 PARTS = {
     "momentum 0.95": {"momentum": {"momentum": constant(0.95)}},
@@ -122,21 +133,7 @@ PARTS = {
     "Muown": {"parts": [part("Muown", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.0)]}
     | {"momentum": {"nesterov": False}}
     | decay("Decoupled", 0.0),
-    # From a sixth of the run on, as in its record, and back to zero at three quarters.
-    "EMA-Nesterov": lambda steps: {
-        "parts": [
-            part(
-                "EmaNesterov",
-                decay=0.99,
-                lookahead=linear(
-                    0.0,
-                    (16 * steps // 100, 0.0),
-                    (1, 0.6),
-                    (23 * steps // 30 - 16 * steps // 100 - 1, 0.0),
-                ),
-            )
-        ]
-    },
+    "EMA-Nesterov": ema_nesterov,
     "K-Maxwell": {
         "parts": [part("MomentumMixture", ages=AGES, weights=WEIGHTS, momentum=0.95)],
         "momentum": {"momentum": constant(0.0), "nesterov": False},
@@ -169,16 +166,12 @@ OF_WIDTHS = {
     for width in WIDTHS
 }
 
-# The names that train_lm has.
-NAMES = [name for name in ENTRIES if name not in PARTS and "," not in name]
-
 running = threading.Semaphore(os.cpu_count())
 lock = threading.Lock()
 rows = {}
 dates = []
-trains = True
-# No run begins any more.
-interrupted = threading.Event()
+# No run begins any more: a run without a row is missing.
+ended = threading.Event()
 
 
 class Missing(Exception):
@@ -213,7 +206,7 @@ def loss(name, rate, steps=STEPS, seed=1):
     key = (" ".join(arguments), rate_text(rate), steps, seed)
     if key in rows:
         return rows[key]
-    if not trains or interrupted.is_set():
+    if ended.is_set():
         raise Missing(key)
     command = [PROGRAM, "--sample", "0", "--eval-every", "0", "--lr", rate_text(rate)]
     command += ["--steps", str(steps), "--seed", str(seed), *arguments]
@@ -222,7 +215,7 @@ def loss(name, rate, steps=STEPS, seed=1):
     with running:
         done = subprocess.run(command, env=environment, text=True, capture_output=True)
     if done.returncode != 0:
-        interrupted.set()
+        ended.set()
         raise RuntimeError(f"{name} fails: {done.stderr.strip()}")
     of_run = [line for line in done.stdout.splitlines() if line.startswith("|")][-1]
     final = float(of_run.split("|")[3])
@@ -324,10 +317,10 @@ def known_steps(name):
     for steps in range(GRID, ENTRIES[name][2] + 1, GRID):
         try:
             losses = of_seeds(name, steps)
+            if margin(losses) >= DEVIATIONS:
+                return steps, losses
         except Missing:
             continue
-        if margin(losses) >= DEVIATIONS:
-            return steps, losses
     return None
 
 
@@ -353,17 +346,15 @@ def cells_of(name):
         return (STEPS, at_the_end), [*cells, f"{STEPS}, the goal", ""]
     most = ENTRIES[name][2]
     try:
-        fewest = fewest_steps(name)
+        found, sign = fewest_steps(name), ""
+        if found is None:
+            return (most + 2, at_the_end), [*cells, f"> {most}", ""]
     except Missing:
-        known = known_steps(name)
-        if known is None:
+        found, sign = known_steps(name), "<= "
+        if found is None:
             return (most + 1, at_the_end), [*cells, "", ""]
-        steps, losses = known
-        return (steps, at_the_end), [*cells, f"<= {steps}", f"{margin(losses):.1f}"]
-    if fewest is None:
-        return (most + 2, at_the_end), [*cells, f"> {most}", ""]
-    steps, losses = fewest
-    return (steps, at_the_end), [*cells, str(steps), f"{margin(losses):.1f}"]
+    steps, losses = found
+    return (steps, at_the_end), [*cells, f"{sign}{steps}", f"{margin(losses):.1f}"]
 
 
 def table(head, body):
@@ -394,7 +385,8 @@ def of_widths():
             best = min(losses, key=losses.get)
             swept = ", ".join(f"{rate_text(rate)}: {loss:.4f}" for rate, loss in losses.items())
             body.append([scale, str(width), rate_text(best), f"{losses[best]:.4f}", swept])
-    return table(["scale", "width", "best rate", "loss", "all rates"], body)
+    head = ["scale", "width", "best rate", "loss", "all rates"]
+    return table(head, body) if body else "Not measured yet."
 
 
 def write_tables():
@@ -413,14 +405,13 @@ def each(function, names):
     try:
         list(pool.map(function, names))
     except BaseException:
-        interrupted.set()
+        ended.set()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def main():
-    global trains
     flags = {argument for argument in sys.argv[1:] if argument.startswith("--")}
     names = [argument for argument in sys.argv[1:] if argument not in flags]
     unknown = flags - {"--rates", "--seeds", "--widths", "--table"} | set(names) - set(ENTRIES)
@@ -440,7 +431,7 @@ def main():
         goal()
         names.sort(key=lambda name: loss(name, best_rate(name)))
         each(fewest_steps, [name for name in names if name != BASELINE])
-    trains = False
+    ended.set()
     write_tables()
 
 
