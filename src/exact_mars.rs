@@ -2,13 +2,14 @@
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
+use crate::backend::precise_dtype;
 use crate::checks::{ensure_decay, ensure_gradient_matches, ensure_size};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
+use crate::update::ONLY_RANK;
 use crate::update::parts::Mars;
-use crate::update::{ONLY_RANK, is_half};
 
 /// The gradients of one batch for the parameters of two steps.
 #[derive(Debug)]
@@ -138,7 +139,7 @@ impl Visit for Correct {
                 return;
             }
         }
-        let precise = if is_half(value.dtype()) { DType::F32 } else { value.dtype() };
+        let precise = precise_dtype(value.dtype());
         let [gradient, before] = [gradient, before].map(|gradient| gradient.cast(precise));
         let change = (gradient.clone() - before).mul_scalar(self.strength);
         current.remove::<D>(param.id);

@@ -446,8 +446,8 @@ impl Settings {
     /// Fails for a width that is not one of whole heads, for layers that can't be cut into a number
     /// of slices of whole heads, and for experts that can't be divided into a number of parts.
     pub fn check_sizes(&self, slices: usize, parts: usize) -> Result<()> {
-        let GptConfig { heads, width, experts, .. } = self.model(1);
-        if self.depth.is_none() {
+        let GptConfig { heads, experts, .. } = self.model(1);
+        if let Some(width) = self.width {
             let head = self.preset.head();
             ensure!(
                 width.is_multiple_of(head),
