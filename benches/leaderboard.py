@@ -12,11 +12,13 @@ The program writes the tables there, between comments, from the rows.
     benches/leaderboard.py --rates       all entries, without the runs on eight seeds
     benches/leaderboard.py --seeds muon  eight seeds of 300 steps
     benches/leaderboard.py --widths      the best rates of four widths
+    benches/leaderboard.py --long        runs of 2,000 steps
     benches/leaderboard.py --table       the tables alone
 """
 
 import csv
 import datetime
+import itertools
 import json
 import math
 import os
@@ -45,6 +47,10 @@ BASELINE = "burn-muon"
 WIDTHS = [64, 128, 256, 512]
 # The largest width takes sixteen times as long as the default one.
 STEPS_OF_WIDTHS = 100
+# About seven minutes each.
+LONG = ["adamw", BASELINE, "muon", "nanochat", "modded-nanogpt"]
+LONG_STEPS = 2000
+LONG_SEEDS = [1, 2]
 
 
 def settings(**changes):
@@ -389,9 +395,27 @@ def of_widths():
     return table(head, body) if body else "Not measured yet."
 
 
+def long_run(run):
+    name, seed = run
+    return loss(name, best_rate(name), LONG_STEPS, seed)
+
+
+def of_long():
+    body = []
+    for name in LONG:
+        cells = [f"`{name}`", rate_text(best_rate(name))]
+        for seed in LONG_SEEDS:
+            try:
+                cells.append(f"{long_run((name, seed)):.4f}")
+            except Missing:
+                cells.append("")
+        body.append(cells)
+    return table(["entry", "rate", *(f"seed {seed}" for seed in LONG_SEEDS)], body)
+
+
 def write_tables():
     text = TABLE.read_text()
-    for name, write in {"entries": of_entries, "widths": of_widths}.items():
+    for name, write in {"entries": of_entries, "widths": of_widths, "long": of_long}.items():
         begin, end = f"<!-- {name}: written by benches/leaderboard.py -->", f"<!-- {name} end -->"
         (before, rest) = text.split(begin)
         text = f"{before}{begin}\n\n{write()}\n\n{end}{rest.split(end)[1]}"
@@ -414,14 +438,17 @@ def each(function, names):
 def main():
     flags = {argument for argument in sys.argv[1:] if argument.startswith("--")}
     names = [argument for argument in sys.argv[1:] if argument not in flags]
-    unknown = flags - {"--rates", "--seeds", "--widths", "--table"} | set(names) - set(ENTRIES)
+    known = {"--rates", "--seeds", "--widths", "--long", "--table"}
+    unknown = flags - known | set(names) - set(ENTRIES)
     if unknown:
-        known = ", ".join(ENTRIES)
-        sys.exit(f"no such entry or flag: {', '.join(sorted(unknown))}; the entries are {known}")
+        entries = ", ".join(ENTRIES)
+        sys.exit(f"no such entry or flag: {', '.join(sorted(unknown))}; the entries are {entries}")
     read_rows()
     names = names or list(ENTRIES)
     if "--widths" in flags:
         each(lambda name: sweep(name, STEPS_OF_WIDTHS), OF_WIDTHS)
+    elif "--long" in flags:
+        each(long_run, itertools.product(LONG, LONG_SEEDS))
     elif "--seeds" in flags:
         each(of_seeds, names)
     elif "--rates" in flags:
