@@ -296,7 +296,8 @@ impl From<Finding> for Error {
     }
 }
 
-/// Faults that only the crate itself can make: in a state, and in the rules of an owner.
+/// Faults that only the crate itself can make, in a state and in the rules of an owner, and in the
+/// weights of one rank.
 #[cfg(test)]
 mod tests {
     use burn::module::{Module, Param};
@@ -348,12 +349,20 @@ mod tests {
         config.with_audit_every(1)
     }
 
-    /// The weights of rank 0, with optimizers that are changed after every step. The function is
-    /// given the rank and the step, and an optimizer of the same model with other settings.
+    /// The parts of a rank that a fault may change after a step.
+    struct Changed<'a> {
+        optim: &'a mut DistModuleOptimizer,
+        net: &'a mut Net,
+        /// An optimizer of the same model with other settings.
+        other: &'a DistModuleOptimizer,
+    }
+
+    /// The weights of rank 0 in a run with changes after every step. The function is also given the
+    /// rank and the step.
     fn trained(
         config: &DistMuonConfig,
         other: &MuonConfig,
-        change: impl Fn(&mut DistModuleOptimizer, &DistModuleOptimizer, usize, usize) + Sync,
+        change: impl Fn(Changed<'_>, usize, usize) + Sync,
     ) -> Result<Vec<u64>> {
         let weights = World::threads(World::devices(RANKS), |world| -> Result<Vec<u64>> {
             let mut net = world.broadcast(Net::new(world.device()))?;
@@ -365,7 +374,8 @@ mod tests {
                 let y = net.layers.iter().fold(x, |x, layer| layer.forward(x));
                 let grads = GradientsParams::from_grads(y.square().mean().backward(), &net);
                 net = optim.step(0.01, net, grads)?;
-                change(&mut optim, &other, world.rank(), step);
+                let changed = Changed { optim: &mut optim, net: &mut net, other: &other };
+                change(changed, world.rank(), step);
             }
             let value = |layer: &Linear| checksum::of_bits(layer.weight.val().without_autodiff());
             Ok(net.layers.iter().map(value).collect())
@@ -378,12 +388,12 @@ mod tests {
         config: &DistMuonConfig,
         (faulty, audited): (usize, usize),
         part: &str,
-        change: impl Fn(&mut DistModuleOptimizer, &DistModuleOptimizer) + Sync,
+        change: impl Fn(Changed<'_>) + Sync,
         other: &MuonConfig,
     ) {
-        let found = trained(config, other, |optim, other, rank, step| {
+        let found = trained(config, other, |changed, rank, step| {
             if (rank, step) == (faulty, 2) {
-                change(optim, other);
+                change(changed);
             }
         });
         let error = found.expect_err("a fault");
@@ -398,11 +408,11 @@ mod tests {
     }
 
     /// The values with another lowest bit in the last one.
-    fn flipped(values: Tensor<1>) -> Tensor<1> {
+    fn flipped<const D: usize>(values: Tensor<D>) -> Tensor<D> {
         let mut all: Vec<f32> = values.to_data().iter::<f32>().collect();
         let last = all.last_mut().expect("a value");
         *last = f32::from_bits(last.to_bits() ^ 1);
-        Tensor::from_data(&*all, (&values.device(), DType::F32))
+        Tensor::<1>::from_data(&*all, (&values.device(), DType::F32)).reshape(values.shape())
     }
 
     fn flip_momentum(optim: &mut DistModuleOptimizer, bucket: usize) {
@@ -415,9 +425,23 @@ mod tests {
     fn a_bit_that_flips_in_a_stored_momentum_is_found_before_the_step() {
         for faulty in 0..RANKS {
             // The bucket that the third step audits.
-            let flip = |optim: &mut DistModuleOptimizer, _: &_| flip_momentum(optim, 0);
+            let flip = |changed: Changed<'_>| flip_momentum(changed.optim, 0);
             let part = "state `momentum` before the step";
             assert_found(&config(), (faulty, 3), part, flip, &muon());
+        }
+    }
+
+    #[test]
+    fn a_bit_that_flips_in_the_weights_of_a_rank_is_found_in_the_new_values() {
+        for faulty in 0..RANKS {
+            // The owner and the auditor of a matrix begin with other values of it.
+            let flip = |changed: Changed<'_>| {
+                for layer in &mut changed.net.layers {
+                    let of_layer = |weight: Tensor<2>| flipped(weight).require_grad();
+                    layer.weight = layer.weight.clone().map(of_layer);
+                }
+            };
+            assert_found(&config(), (faulty, 3), NEW_VALUE, flip, &muon());
         }
     }
 
@@ -436,9 +460,9 @@ mod tests {
                 (iteration(1.0 + 1e-6), NEW_VALUE),
                 (decay.clone(), NEW_VALUE),
             ] {
-                let change = |optim: &mut DistModuleOptimizer, other: &DistModuleOptimizer| {
-                    let muon = other.divided.routing.updates().muon.clone();
-                    optim.shards.iter_mut().for_each(|shard| shard.set_muon(&muon));
+                let change = |changed: Changed<'_>| {
+                    let muon = changed.other.divided.routing.updates().muon.clone();
+                    changed.optim.shards.iter_mut().for_each(|shard| shard.set_muon(&muon));
                 };
                 assert_found(&config(), (faulty, 3), part, change, &other);
             }
@@ -448,9 +472,9 @@ mod tests {
     #[test]
     fn an_audit_that_warns_changes_nothing() {
         let run = |config: &DistMuonConfig| {
-            trained(config, &muon(), |optim, _, rank, step| {
+            trained(config, &muon(), |changed, rank, step| {
                 if (rank, step) == (1, 2) {
-                    flip_momentum(optim, 0);
+                    flip_momentum(changed.optim, 0);
                 }
             })
         };
