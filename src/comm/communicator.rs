@@ -203,10 +203,18 @@ impl Communicator {
         Ok(PairCounts { sent: sent.to_vec(), received })
     }
 
-    /// Starts the concatenation of the tensors of all ranks, which rank `root` receives. Rank `r`
-    /// gives `counts[r]` elements. The counts are the same on all ranks. The other ranks receive a
-    /// tensor without elements.
-    pub fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    /// Starts to collect the tensors of all ranks on rank `root`. Rank `r` gives `counts[r]`
+    /// elements. The counts are the same on all ranks.
+    ///
+    /// Rank `root` receives the elements of all ranks, one rank after the other, in one tensor or
+    /// in several: an engine that receives one from each rank leaves it to the caller to copy them
+    /// to one place. The other ranks receive no tensor, or one without elements.
+    pub fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let arguments = self.arguments("gather");
         arguments.dtype(&tensor)?;
         arguments.root(root)?;
@@ -355,12 +363,12 @@ mod tests {
         let tensor = || floats(4, DType::F32);
         for counts in [&[2, 2][..], &[1, 1, 1, 1], &[]] {
             let calls = [
-                (comm.reduce_scatter(tensor(), counts, ReduceOp::Sum), "reduce_scatter"),
-                (comm.reduce_scatter_f32(tensor(), counts), "reduce_scatter"),
-                (comm.all_gather(tensor(), counts), "all_gather"),
-                (comm.gather(tensor(), counts, 0), "gather"),
-                (comm.all_to_all(tensor(), &pairs(counts, &[0; 3])), "all_to_all"),
-                (comm.all_to_all(tensor(), &pairs(&[4, 0, 0], counts)), "all_to_all"),
+                (comm.reduce_scatter(tensor(), counts, ReduceOp::Sum).map(drop), "reduce_scatter"),
+                (comm.reduce_scatter_f32(tensor(), counts).map(drop), "reduce_scatter"),
+                (comm.all_gather(tensor(), counts).map(drop), "all_gather"),
+                (comm.gather(tensor(), counts, 0).map(drop), "gather"),
+                (comm.all_to_all(tensor(), &pairs(counts, &[0; 3])).map(drop), "all_to_all"),
+                (comm.all_to_all(tensor(), &pairs(&[4, 0, 0], counts)).map(drop), "all_to_all"),
             ];
             for (call, name) in calls {
                 let reason = reason(call, name);
@@ -369,12 +377,12 @@ mod tests {
             }
         }
         let scattered = [
-            (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean), "reduce_scatter"),
-            (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]), "reduce_scatter"),
-            (comm.all_to_all(tensor(), &pairs(&[1, 1, 1], &[0; 3])), "all_to_all"),
+            (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean).map(drop), "reduce_scatter"),
+            (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]).map(drop), "reduce_scatter"),
+            (comm.all_to_all(tensor(), &pairs(&[1, 1, 1], &[0; 3])).map(drop), "all_to_all"),
             // The count of this rank, and not another's.
-            (comm.all_gather(tensor(), &[4, 3, 4]), "all_gather"),
-            (comm.gather(tensor(), &[4, 3, 4], 0), "gather"),
+            (comm.all_gather(tensor(), &[4, 3, 4]).map(drop), "all_gather"),
+            (comm.gather(tensor(), &[4, 3, 4], 0).map(drop), "gather"),
         ];
         for (call, name) in scattered {
             let reason = reason(call, name);
@@ -423,12 +431,12 @@ mod tests {
         let comm = rank_1();
         for dtype in [DType::F32, DType::F16] {
             let started = [
-                comm.all_reduce(floats(4, dtype), ReduceOp::Sum),
-                comm.reduce_scatter(floats(4, dtype), &[0, 4, 0], ReduceOp::Sum),
-                comm.all_gather(floats(4, dtype), &[0, 4, 9]),
-                comm.broadcast(floats(4, dtype), 2),
-                comm.all_to_all(floats(4, dtype), &pairs(&[4, 0, 0], &[9, 9, 9])),
-                comm.gather(floats(4, dtype), &[0, 4, 9], 2),
+                comm.all_reduce(floats(4, dtype), ReduceOp::Sum).map(drop),
+                comm.reduce_scatter(floats(4, dtype), &[0, 4, 0], ReduceOp::Sum).map(drop),
+                comm.all_gather(floats(4, dtype), &[0, 4, 9]).map(drop),
+                comm.broadcast(floats(4, dtype), 2).map(drop),
+                comm.all_to_all(floats(4, dtype), &pairs(&[4, 0, 0], &[9, 9, 9])).map(drop),
+                comm.gather(floats(4, dtype), &[0, 4, 9], 2).map(drop),
             ];
             assert!(started.iter().all(Result::is_ok), "{started:?}");
         }

@@ -67,7 +67,12 @@ pub trait Engine: Debug + Send + Sync {
     fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending>;
 
     /// Implements [`Communicator::gather`](super::Communicator::gather).
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending>;
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>>;
 
     /// Implements [`Communicator::all_gather_bytes`](super::Communicator::all_gather_bytes).
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;

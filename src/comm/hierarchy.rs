@@ -250,7 +250,12 @@ impl Engine for Hierarchy {
         self.all.all_to_all(tensor, counts)
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         self.all.gather(tensor, counts, root)
     }
 

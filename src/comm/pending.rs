@@ -23,17 +23,12 @@ use crate::flat;
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 #[must_use = "a collective is finished by waiting for it"]
-pub struct Pending {
+pub struct Pending<T = Tensor<1>> {
     bytes: usize,
-    finish: Box<dyn FnOnce() -> Result<Tensor<1>> + Send>,
+    finish: Box<dyn FnOnce() -> Result<T> + Send>,
 }
 
 impl Pending {
-    /// Returns a result that `finish` completes, and whose call holds `bytes` bytes until then.
-    pub fn new(bytes: usize, finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
-        Self { bytes, finish: Box::new(finish) }
-    }
-
     /// Returns a result that is already complete, as of an engine whose calls block.
     ///
     /// ```
@@ -46,6 +41,18 @@ impl Pending {
     /// ```
     pub fn ready(tensor: Tensor<1>) -> Self {
         Self::new(flat::bytes(&tensor), move || Ok(tensor))
+    }
+
+    /// The same result as a list of one tensor.
+    pub(crate) fn in_one_tensor(self) -> Pending<Vec<Tensor<1>>> {
+        Pending::new(self.bytes, move || Ok(vec![self.wait()?]))
+    }
+}
+
+impl<T: 'static> Pending<T> {
+    /// Returns a result that `finish` completes, and whose call holds `bytes` bytes until then.
+    pub fn new(bytes: usize, finish: impl FnOnce() -> Result<T> + Send + 'static) -> Self {
+        Self { bytes, finish: Box::new(finish) }
     }
 
     /// Returns the bytes of the buffers for sending and receiving, which the call holds until its
@@ -62,12 +69,12 @@ impl Pending {
     ///
     /// [`Error::PeerFailed`](crate::Error::PeerFailed) if another rank failed or was late,
     /// [`Error::Mismatch`](crate::Error::Mismatch) if the ranks made different calls.
-    pub fn wait(self) -> Result<Tensor<1>> {
+    pub fn wait(self) -> Result<T> {
         (self.finish)()
     }
 }
 
-impl Debug for Pending {
+impl<T> Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pending({} bytes)", self.bytes)
     }

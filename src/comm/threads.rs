@@ -14,6 +14,7 @@ use super::thread_rounds::{Participant, ThreadRounds};
 use super::{Engine, PairCounts, Pending, ReduceOp, sum_over_ranks, value_bytes};
 use crate::error::{Error, Result};
 use crate::flat;
+use crate::host::is_on_host;
 
 const SAME_CALL: &str = "ranks that make the same call contribute the same kind of payload";
 
@@ -74,12 +75,12 @@ impl Threads {
     }
 
     /// Starts a collective whose result `combine` computes from the tensors of all ranks.
-    fn start(
+    fn start<T: 'static>(
         &self,
         call: Call,
         tensor: Tensor<1>,
-        combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
-    ) -> Result<Pending> {
+        combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> T + Send + 'static,
+    ) -> Result<Pending<T>> {
         let bytes = flat::bytes(&tensor);
         self.exchange(call, bytes, Payload::Tensor(Box::new(tensor)), |payloads, device| {
             let tensors = payloads.iter().map(|payload| match payload {
@@ -97,13 +98,13 @@ impl Threads {
     /// other where they write in place: a kernel waits until another stream has made a buffer, and
     /// neither for its later writes nor, before a write, for the reads of others. So a rank's
     /// tensors are complete before it gives them away, and read before it drops the others'.
-    fn exchange(
+    fn exchange<T: 'static>(
         &self,
         call: Call,
         bytes: usize,
         payload: Payload,
-        combine: impl FnOnce(&[Payload], &Device) -> Result<Tensor<1>> + Send + 'static,
-    ) -> Result<Pending> {
+        combine: impl FnOnce(&[Payload], &Device) -> Result<T> + Send + 'static,
+    ) -> Result<Pending<T>> {
         let (rank, is_alone) = (self.rank(), self.size() == 1);
         let (device, collective) = (self.device.clone(), call.collective);
         let finish = move |device: &Device| match is_alone {
@@ -228,13 +229,21 @@ impl Engine for Threads {
         })
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let call = Call::gather(&tensor, counts, root);
         let dtype = tensor.dtype();
         let is_root = root == self.rank();
         self.start(call, tensor, move |tensors, device| match is_root {
-            true => flat::concat(tensors, dtype, device),
-            false => flat::empty(dtype, device),
+            // Not copied: a rank that changes its tensor later makes another one. On a CubeCL
+            // device, it may change it while a copy of the caller's still waits in its stream.
+            true if is_on_host(device) => tensors,
+            true => vec![flat::concat(tensors, dtype, device)],
+            false => vec![],
         })
     }
 

@@ -75,9 +75,15 @@ impl Engine for Simulated {
         Ok(self.call(&tensor, sent.len() + received.len(), received.iter().sum()))
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let received = if root == 0 { counts.iter().sum() } else { 0 };
-        Ok(self.call(&tensor, counts.len(), received))
+        let gathered = self.call(&tensor, counts.len(), received).wait()?;
+        Ok(Pending::new(0, move || Ok(vec![gathered])))
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {

@@ -122,13 +122,24 @@ impl Watched {
         ring_bytes: usize,
         start: impl FnOnce(&Communicator) -> Result<Pending>,
     ) -> Result<Pending> {
+        let started = self.started(collective, ring_bytes, start)?;
+        let replace = self.replace.clone();
+        Ok(Pending::new(started.bytes(), move || Ok(replace(collective, started.wait()?))))
+    }
+
+    /// A call whose result stays as it is.
+    fn started<T: 'static>(
+        &self,
+        collective: &'static str,
+        ring_bytes: usize,
+        start: impl FnOnce(&Communicator) -> Result<Pending<T>>,
+    ) -> Result<Pending<T>> {
         self.event(collective, false)?;
         let pending = self.count(collective, ring_bytes, || start(&self.inner))?;
         let this = self.clone();
         Ok(Pending::new(pending.bytes(), move || {
             this.event(collective, true)?;
-            let result = this.count(collective, 0, || pending.wait())?;
-            Ok((this.replace)(collective, result))
+            this.count(collective, 0, || pending.wait())
         }))
     }
 
@@ -211,9 +222,14 @@ impl Engine for Watched {
         self.inner.all_gather_bytes(bytes)
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let bytes = if root == self.rank() { 0 } else { tensor.dims()[0] * tensor.dtype().size() };
-        self.call("gather", bytes, |inner| inner.gather(tensor, counts, root))
+        self.started("gather", bytes, |inner| inner.gather(tensor, counts, root))
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {

@@ -297,7 +297,12 @@ impl Engine for Mpi {
         self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let call = Call::gather(&tensor, counts, root);
         let sent = counts[self.rank()];
         assert_fits(&tensor, sent, [counts], self.size());
@@ -322,6 +327,7 @@ impl Engine for Mpi {
                 )
             }
         })
+        .map(Pending::in_one_tensor)
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {

@@ -355,14 +355,19 @@ impl Engine for Nccl {
         self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
-    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+    fn gather(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        root: usize,
+    ) -> Result<Pending<Vec<Tensor<1>>>> {
         let (rank, size) = (self.rank(), self.size());
         // An exchange in which only the root receives: parts may be uneven.
         let call = Call::gather(&tensor, counts, root);
         let mut send = vec![0; size];
         send[root] = counts[rank];
         let receive = if rank == root { counts.to_vec() } else { vec![0; size] };
-        self.exchange(call, tensor, &send, &receive)
+        self.exchange(call, tensor, &send, &receive).map(Pending::in_one_tensor)
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {

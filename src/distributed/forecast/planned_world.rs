@@ -90,7 +90,7 @@ impl Engine for Planned {
         Self::nothing_to_exchange()
     }
 
-    fn gather(&self, _: Tensor<1>, _: &[usize], _: usize) -> Result<Pending> {
+    fn gather(&self, _: Tensor<1>, _: &[usize], _: usize) -> Result<Pending<Vec<Tensor<1>>>> {
         Self::nothing_to_exchange()
     }
 

@@ -215,11 +215,12 @@ fn sent(
             }
         };
         let received = match everywhere {
-            true => comm.all_gather(part, &counts)?.wait()?,
+            true => vec![comm.all_gather(part, &counts)?.wait()?],
             false => comm.gather(part, &counts, 0)?.wait()?,
         };
         if everywhere || comm.rank() == 0 {
-            all.extend_from_slice(received.into_data().as_bytes());
+            let of_all = received.into_iter().map(Tensor::into_data);
+            of_all.for_each(|data| all.extend_from_slice(data.as_bytes()));
         }
     }
     all.truncate(bytes);

@@ -8,8 +8,10 @@ use burn::tensor::Tensor;
 
 use super::super::divided_model::DividedModel;
 use crate::checkpoint::Divided;
+use crate::comm::Communicator;
 use crate::distributed::sliced_parameters::Cuts;
 use crate::error::Result;
+use crate::flat;
 use crate::parameters::{self, Field, Visit};
 
 impl DividedModel {
@@ -48,9 +50,8 @@ impl DividedModel {
         {
             Some(pass_parameter) => {
                 let comm = group.map_or(self.world.comm(), |group| &group.alike);
-                let shards = comm
-                    .gather(pass_parameter.shard(&part), &pass_parameter.counts().to_vec(), root)?
-                    .wait()?;
+                let shard = pass_parameter.shard(&part);
+                let shards = gathered(comm, shard, &pass_parameter.counts().to_vec(), root)?;
                 if comm.rank() == root { pass_parameter.whole_of_shards(&shards) } else { shards }
             }
             None => part,
@@ -59,9 +60,21 @@ impl DividedModel {
         let Some((slice, group)) = slice.zip(group.filter(|group| group.grid.replica == 0)) else {
             return Ok(held);
         };
-        let all = group.across.gather(held, &slice.counts(), 0)?.wait()?;
+        let all = gathered(&group.across, held, &slice.counts(), 0)?;
         Ok(if self.world.is_main() { slice.whole(&all) } else { all })
     }
+}
+
+/// The elements of all ranks in one tensor, on a rank; none on the others.
+fn gathered(
+    comm: &Communicator,
+    part: Tensor<1>,
+    counts: &[usize],
+    root: usize,
+) -> Result<Tensor<1>> {
+    let (dtype, device) = (part.dtype(), part.device());
+    let parts = comm.gather(part, counts, root)?.wait()?;
+    Ok(flat::concat(parts, dtype, &device))
 }
 
 impl Divided for DividedModel {

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::iter;
+use std::ops::Range;
 use std::path::Path;
 
 use burn::module::Module;
@@ -201,9 +202,9 @@ pub fn collect(
         }
         let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
         let buffer = match (values.kind, receivers) {
-            (BucketKind::Replicated, _) | (_, Receivers::Holders(_)) => local,
+            (BucketKind::Replicated, _) | (_, Receivers::Holders(_)) => vec![local],
             (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Receivers::All) => {
-                comm.all_gather(local, &values.counts.to_vec())?.wait()?
+                vec![comm.all_gather(local, &values.counts.to_vec())?.wait()?]
             }
             (BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements, Receivers::Main) => {
                 comm.gather(local, &values.counts.to_vec(), 0)?.wait()?
@@ -211,7 +212,7 @@ pub fn collect(
         };
         if !held.is_empty() {
             let elements: usize = held.iter().map(HeldValues::count).sum();
-            let bytes = elements * buffer.dtype().size();
+            let bytes = elements * slot.dtype.resolve(values.dtype).size();
             let read = iter::once_with(move || unpack(held, buffer)).flatten();
             each(bytes, Box::new(read));
         }
@@ -219,26 +220,39 @@ pub fn collect(
     own.collect(divided, shards, receivers, each)
 }
 
-/// Cuts a buffer into the values of its parameters, one after the other.
-fn unpack(parameters: Vec<HeldValues>, buffer: Tensor<1>) -> Read {
-    let elements = buffer.dims()[0];
-    let (bytes, _, dtype) = buffer.into_data().into_parts();
+/// Cuts a buffer, which is in one tensor or in several, into the values of its parameters, one
+/// after the other.
+fn unpack(parameters: Vec<HeldValues>, buffer: Vec<Tensor<1>>) -> Read {
+    let dtype = buffer[0].dtype();
+    let mut buffer: Vec<Bytes> =
+        buffer.into_iter().map(|part| part.into_data().into_parts().0).collect();
+    let size = dtype.size();
     // The buffer of a single parameter is passed on without a copy: such a bucket can be the
     // largest.
-    if let [held] = &parameters[..]
+    if let ([held], [part]) = (&parameters[..], &buffer[..])
         && are_in_order(&held.segments)
-        && held.count() == elements
+        && held.count() * size == part.len()
     {
-        return Box::new(iter::once(TensorData::from_bytes(bytes, held.shape(), dtype)));
+        let data = TensorData::from_bytes(buffer.remove(0), held.shape(), dtype);
+        return Box::new(iter::once(data));
     }
-    let size = dtype.size();
     Box::new(parameters.into_iter().map(move |held| {
         let mut values = Vec::with_capacity(held.count() * size);
         for InBuffer { start, len, .. } in &held.segments {
-            values.extend_from_slice(&bytes[start * size..(start + len) * size]);
+            copy(&buffer, start * size..(start + len) * size, &mut values);
         }
         TensorData::from_bytes(Bytes::from_bytes_vec(values), held.shape(), dtype)
     }))
+}
+
+/// Appends a range of the bytes of parts that follow each other.
+fn copy(parts: &[Bytes], range: Range<usize>, to: &mut Vec<u8>) {
+    let mut first = 0;
+    for part in parts {
+        let [start, end] = [range.start, range.end].map(|at| at.clamp(first, first + part.len()));
+        to.extend_from_slice(&part[start - first..end - first]);
+        first += part.len();
+    }
 }
 
 /// Returns `true` if each segment begins in the buffer where the one before it ends.
