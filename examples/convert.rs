@@ -1,6 +1,7 @@
 //! A run that moves to PyTorch, or from there: `cargo run --example convert -- export FILE TO` and
-//! `cargo run --example convert -- import FILE TO STEPS`, with `keller-jordan`, `dion` or
-//! `megatron` behind them for other optimizers than `torch.optim.Muon` and `torch.optim.AdamW`.
+//! `cargo run --example convert -- import FILE TO STEPS`, with `keller-jordan` or `megatron` behind
+//! them for other optimizers than `torch.optim.Muon` and `torch.optim.AdamW`. (The momentum of
+//! dion is a sum, and the one of `resume` is an average.)
 //!
 //! The run is the one of the example `resume`: `resume a.bpk 20`, `convert export a.bpk
 //! a.safetensors`, `convert import a.safetensors b.bpk 20` and `resume b.bpk 40` end with the loss
@@ -17,7 +18,11 @@ fn main() -> Result<(), Error> {
     // Its values are not read: only the names, shapes and layers count.
     let model = PositionWiseFeedForwardConfig::new(16, 64).init(&Device::default());
     let exchange = |name: Option<&&str>| -> Result<Exchange, Error> {
-        Ok(Exchange::new(name.map_or(Ok(Implementation::Torch), |name| name.parse())?))
+        let implementation = name.map_or(Ok(Implementation::Torch), |name| name.parse())?;
+        if implementation == Implementation::Dion {
+            refuse("dion's momentum is a sum, and that of `resume` is an average");
+        }
+        Ok(Exchange::new(implementation))
     };
     match arguments[..] {
         ["export", from, to, ref rest @ ..] => {
@@ -28,14 +33,19 @@ fn main() -> Result<(), Error> {
             println!("exported step {}", checkpoint::progress::<usize>(from)?);
         }
         ["import", from, to, steps, ref rest @ ..] => {
-            let steps: usize = steps.parse().expect("steps: a number");
+            let Ok(steps) = steps.parse::<usize>() else { refuse("STEPS is no number") };
             let exchange = exchange(rest.first())?.with_steps(steps);
             exchange.import(from, to, &model, &steps)?;
             println!("imported step {steps}");
         }
-        _ => println!(
-            "convert export FILE TO [IMPLEMENTATION]\nconvert import FILE TO STEPS [IMPLEMENTATION]"
-        ),
+        _ => refuse("the arguments are wrong"),
     }
     Ok(())
+}
+
+fn refuse(problem: &str) -> ! {
+    eprintln!("{problem}");
+    eprintln!("convert export FILE TO [torch | keller-jordan | megatron]");
+    eprintln!("convert import FILE TO STEPS [torch | keller-jordan | megatron]");
+    std::process::exit(2)
 }

@@ -10,6 +10,7 @@
 //!
 //! [equal bits]: crate::guide::ranks
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::Path;
@@ -161,16 +162,16 @@ impl Certificate {
     /// [`Error::Usage`] if other settings, data or weights were recorded at that step, or none.
     pub fn resume<M: Module>(mut self, of: &Self, step: usize, model: &M) -> Result<Self> {
         const EXPECTED: &str = "the settings, data and weights of the checkpoint";
-        const REMEDY: &str = "give the file of the run that is continued, or a new one";
+        const REMEDY: &str = "continue the run of the file with its settings, or give another file";
         let other =
             |got: String| Error::usage("the certificate is of another run", EXPECTED, got, REMEDY);
-        let same = [
-            ("version", self.version == of.version),
-            ("settings", self.settings == of.settings),
-            ("data", self.data == of.data),
+        let differs = [
+            difference("version", &self.version.as_str().into(), &of.version.as_str().into()),
+            difference("settings", &self.settings, &of.settings),
+            difference("data", &self.data.as_str().into(), &of.data.as_str().into()),
         ];
-        if let Some((differs, _)) = same.iter().find(|(_, is_same)| !is_same) {
-            return Err(other(format!("other {differs}")));
+        if let Some(difference) = differs.into_iter().flatten().next() {
+            return Err(other(difference));
         }
         // The run takes the steps after the checkpoint again.
         self.links.retain(|link| link.step <= step);
@@ -231,6 +232,22 @@ impl Certificate {
         file.write_all(&bytes).map_err(|error| failed(error.to_string()))?;
         drop(file);
         scratch.commit().map_err(|error| failed(error.to_string()))
+    }
+}
+
+/// The first difference between two values of a name, in the order of the keys of objects.
+fn difference(name: &str, recorded: &Value, of_run: &Value) -> Option<String> {
+    match (recorded, of_run) {
+        (Value::Object(fields), Value::Object(others)) => {
+            let keys: BTreeSet<&String> = fields.keys().chain(others.keys()).collect();
+            keys.into_iter().find_map(|key| {
+                let value = |of: &'_ serde_json::Map<String, Value>| of.get(key).cloned();
+                let [field, other] = [fields, others].map(|of| value(of).unwrap_or_default());
+                difference(&format!("{name}.{key}"), &field, &other)
+            })
+        }
+        _ if recorded == of_run => None,
+        _ => Some(format!("other {name}: {of_run}, and {recorded} in the file")),
     }
 }
 

@@ -136,7 +136,8 @@ impl Sharding {
         self.overlap.unwrap_or(ranks > 1 && self.audit_every == 0)
     }
 
-    /// Fails for limits of messages that are not sent, and of weights that are not gathered.
+    /// Fails for limits of messages that are not sent, and of weights that are not gathered, and
+    /// for audits of parameters that are divided.
     pub fn check_limits(&self) -> Result<()> {
         ensure!(
             self.keep.is_none() || self.is_divided(),
@@ -146,6 +147,17 @@ impl Sharding {
         ensure!(
             self.ahead_mb.is_none() || self.is_divided(),
             "--ahead-mb limits what --owned and --rows gather; give one of them, or leave it out"
+        );
+        let is_whole = !self.is_divided() && self.slices() == 1 && self.parts() == 1;
+        ensure!(
+            self.audit_every == 0 || is_whole && self.overlap != Some(true),
+            "--audit-every compares parameters that every rank has whole, with their gradients; \
+             leave --owned, --rows, --overlap and the axes tp and ep out"
+        );
+        ensure!(
+            self.audit_every == 0 || self.in_flight_mb.is_none(),
+            "--in-flight-mb limits gradients that a backward pass reduces, which none does with \
+             --audit-every; leave one of them out"
         );
         ensure!(
             // With any number of ranks above one, on which alone messages are sent.

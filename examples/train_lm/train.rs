@@ -23,7 +23,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use super::data::{Corpus, Draw, Split};
 use super::display::Display;
 use super::model::{Gpt, GptConfig};
-use super::optimizer::Optim;
+use super::optimizer::{Optim, OptimizerName};
 use super::options::{LINE_EVERY, Options, Plan};
 use super::report::Summary;
 use super::settings::{Progress, Settings};
@@ -206,12 +206,18 @@ impl Run<'_> {
             return Ok(None);
         }
         // The file of the text may lie elsewhere: its digest tells texts apart. A resumed run may
-        // be given more steps, of which the chain has the weights.
-        let settings = Settings { data: None, steps: 0, ..self.settings.clone() };
+        // be given more steps, of which the chain has the weights. One rank and many have one
+        // optimizer under two names.
+        let optimizer = self.settings.optimizer.map(OptimizerName::single);
+        let settings = Settings { data: None, steps: 0, optimizer, ..self.settings.clone() };
         let new = Certificate::new(&settings, format!("{:016x}", self.corpus.fingerprint));
         let mut certificate = match self.options.resume.is_some() && path.exists() {
             true => Certificate::read(path)?.resume(&new, *step, &whole)?,
             false => {
+                if self.options.resume.is_some() {
+                    let path = path.display();
+                    tracing::warn!("the certificate begins at step {step}: there is no {path}");
+                }
                 let mut new = new;
                 new.record(*step, &whole)?;
                 new

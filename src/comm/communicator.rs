@@ -109,6 +109,12 @@ impl Communicator {
         self.engine.nodes()
     }
 
+    /// Returns `true` if a sum over ranks has the same bits whichever rank computes it, as in all
+    /// engines but `nccl` with [`Reduction::Native`](super::Reduction::Native).
+    pub fn has_exact_sums(&self) -> bool {
+        self.engine.has_exact_sums()
+    }
+
     /// Returns the number of communicators that this rank has now, the world's included. Each
     /// may take memory of the device, and connections.
     pub fn communicators(&self) -> usize {

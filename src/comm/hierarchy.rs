@@ -242,6 +242,10 @@ impl Engine for Hierarchy {
         }))
     }
 
+    fn has_exact_sums(&self) -> bool {
+        self.all.has_exact_sums()
+    }
+
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
         self.all.broadcast(tensor, root)
     }

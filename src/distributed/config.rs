@@ -12,7 +12,7 @@ use crate::muon::MuonConfig;
 /// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is
 /// updated.
 const IN_FLIGHT: usize = 3;
-/// The defaults of [`DistMuonConfig::bucket_mb`], on several ranks and on one.
+/// The defaults of [`DistMuonConfig::bucket_mb`], and on one rank whose states stay where they are.
 const BUCKET_MB: f64 = 25.0;
 const BUCKET_MB_ALONE: f64 = 1000.0;
 /// The default of [`DistMuonConfig::check_every`].
@@ -130,9 +130,7 @@ pub enum StatesOn {
     /// of two buckets at most. The bits are the same. Every step copies the states both ways, and
     /// waits for the copies to the host.
     ///
-    /// It changes nothing for a model that is on the host. Choose
-    /// [`bucket_mb`](DistMuonConfig::bucket_mb) in a world of one, where all states may lie in one
-    /// bucket.
+    /// It copies nothing for a model that is on the host.
     Host,
 }
 
@@ -188,7 +186,8 @@ pub struct DistMuonConfig {
     /// Dynamic loss scaling, for gradients in float16; `None` for none.
     pub loss_scale: Option<LossScaleConfig>,
     /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. `None` for 25,
-    /// which is PyTorch's default, and for 1000 in a world of one, which communicates nothing.
+    /// which is PyTorch's default, and for 1000 in a world of one, which communicates nothing,
+    /// unless the states are on the [host](StatesOn::Host).
     ///
     /// Smaller buckets overlap more; larger ones need fewer messages and make larger batches. The
     /// states of one bucket are in memory twice while they are saved or loaded, on the device and
@@ -228,9 +227,9 @@ pub struct DistMuonConfig {
     /// for never, which is the default.
     ///
     /// It needs two ranks, and matrices that every rank has whole. Its bits are equal where the
-    /// sums over ranks are exact and the kernels are the same: on every engine, except with NCCL's
-    /// own sums, and between devices of one kind. [`bucket_mb`](Self::bucket_mb) sets the share of
-    /// the matrices.
+    /// sums over ranks are exact and the kernels are the same: on every engine, and between devices
+    /// of one kind. With NCCL's own sums, it is an error. [`bucket_mb`](Self::bucket_mb) sets the
+    /// share of the matrices.
     #[config(default = 0)]
     pub audit_every: usize,
     /// The consequence of an audit that finds other bits.
@@ -275,7 +274,11 @@ impl DistMuonConfig {
 
     /// The configuration of a plan for a number of ranks.
     pub(super) fn plan_config(&self, ranks: usize) -> PlanConfig {
-        let default = if ranks == 1 { BUCKET_MB_ALONE } else { BUCKET_MB };
+        let default = match (ranks, self.states_on) {
+            (1, StatesOn::Model) => BUCKET_MB_ALONE,
+            // States come from the host in buckets: in large ones, all states would come at once.
+            _ => BUCKET_MB,
+        };
         PlanConfig {
             balancing: self.balancing,
             order: match self.publish {
@@ -286,5 +289,22 @@ impl DistMuonConfig {
             bucket_bytes: (self.bucket_mb.unwrap_or(default) * 1e6).ceil() as usize,
             small_elements: self.small_elements,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_come_from_the_host_in_small_buckets_also_on_one_rank() {
+        let config = |states| DistMuonConfig::new().with_states_on(states);
+        let bytes = |states, ranks| config(states).plan_config(ranks).bucket_bytes;
+        assert_eq!(bytes(StatesOn::Model, 1), 1_000_000_000);
+        for (states, ranks) in [(StatesOn::Host, 1), (StatesOn::Host, 2), (StatesOn::Model, 2)] {
+            assert_eq!(bytes(states, ranks), 25_000_000);
+        }
+        let chosen = config(StatesOn::Host).with_bucket_mb(Some(100.0));
+        assert_eq!(chosen.plan_config(1).bucket_bytes, 100_000_000);
     }
 }

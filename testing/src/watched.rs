@@ -183,6 +183,10 @@ impl Engine for Watched {
         self.inner.communicators()
     }
 
+    fn has_exact_sums(&self) -> bool {
+        self.inner.has_exact_sums()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let bytes = 2 * self.pass(&tensor);
         self.call("all_reduce", bytes, |inner| inner.all_reduce(tensor, op))

@@ -25,12 +25,32 @@ pub const IN_PROCESS: &[Case] = cases![
     an_audit_costs_its_share,
 ];
 
+/// Returns `true` on engines whose sums are not exact, where an audit is an error.
+fn is_excused() -> bool {
+    if worlds::is_exact() {
+        return false;
+    }
+    let rejected = ranks_here(2, |world| {
+        let net = world.broadcast(Net::new(world.device()))?;
+        Ok(audited().init(&world, &net).map(drop).unwrap_err())
+    });
+    for error in rejected.unwrap() {
+        let text = error.to_string();
+        assert!(matches!(error, Error::Setting { .. }), "{text}");
+        assert!(text.contains("`audit_every`") && text.contains("NCCL's own"), "{text}");
+    }
+    true
+}
+
 /// Small buckets, so that there are several.
 fn audited() -> DistMuonConfig {
     config().with_bucket_mb(Some(0.002)).with_audit_every(1)
 }
 
 fn audits_find_nothing_without_faults_and_change_no_result() {
+    if is_excused() {
+        return;
+    }
     let muon = |change: fn(distmuon::MuonConfig) -> distmuon::MuonConfig| {
         let config = audited();
         let muon = change(config.muon.clone());
@@ -92,6 +112,9 @@ fn errors(count: usize, faulty: (usize, usize), config: &DistMuonConfig) -> Vec<
 }
 
 fn a_bit_that_flips_in_a_reduced_gradient_is_found_before_it_is_published() {
+    if is_excused() {
+        return;
+    }
     for count in [2, 3] {
         for faulty in 0..count {
             // One bucket of matrices, audited in every step: the reduction for the audit is the
@@ -116,6 +139,9 @@ fn a_bit_that_flips_in_a_reduced_gradient_is_found_before_it_is_published() {
 }
 
 fn what_can_not_be_audited_is_an_error() {
+    if is_excused() {
+        return;
+    }
     let config = config().with_audit_every(10);
     let alone = config.init(&World::alone(device()), &Net::new(&device())).map(drop).unwrap_err();
     let text = alone.to_string();
@@ -177,6 +203,9 @@ fn traffic(count: usize, config: &DistMuonConfig) -> BTreeMap<&'static str, usiz
 /// Six audits of the only bucket of matrices: its gradients and its states are sent once more in
 /// every step, and nothing else but a few numbers.
 fn an_audit_costs_its_share() {
+    if is_excused() {
+        return;
+    }
     let (without, with) =
         (traffic(2, &config().with_audit_every(0)), traffic(2, &config().with_audit_every(1)));
     println!("without {without:?}, with {with:?}");

@@ -211,6 +211,16 @@ fn a_run_comes_back_from_a_file_of_pytorch() {
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
     let [run, file, back] = ["run.bpk", "run.safetensors", "back.bpk"].map(path);
     lines("resume", &[&run, "20"]);
+    for (arguments, problem) in [
+        (vec!["export", &*run, &*file, "dion"], "dion's momentum is a sum"),
+        (vec!["import", &*file, &*back, "many"], "STEPS is no number"),
+        (vec!["export"], "the arguments are wrong"),
+    ] {
+        let refused = command("convert").args(arguments).output().unwrap();
+        assert_eq!(refused.status.code(), Some(2));
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(text.starts_with(problem), "{text}");
+    }
     for implementation in ["torch", "keller-jordan"] {
         assert_eq!(
             lines("convert", &["export", &run, &file, implementation]),

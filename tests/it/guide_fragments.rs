@@ -277,3 +277,19 @@ let strategy = DistMuonStrategy::new(devices, config).with_qk_clip(clip, &logits
         }
     }
 }
+
+/// "Is it really Muon?".
+#[cfg(feature = "train")]
+mod account {
+    fn metric() {
+        use burn::tensor::Device;
+        use distmuon::{
+            DistMuonConfig, DistMuonStrategy, Expectation, MuonConfig, MuonShareMetric,
+        };
+
+        let muon = MuonConfig::new().expect(Expectation::MuonShare(0.6));
+        let config = DistMuonConfig::new().with_muon(muon);
+        let strategy = DistMuonStrategy::new([Device::default()], config).with_account(100);
+        let metric = MuonShareMetric::new(strategy.account());
+    }
+}

@@ -277,6 +277,10 @@ impl Engine for Nccl {
         self.shared.peers.control.groups()
     }
 
+    fn has_exact_sums(&self) -> bool {
+        self.reduction == Reduction::Exact
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         match self.reduction {
             Reduction::Exact => reduce_by_exchange::all_reduce(self, tensor, op),

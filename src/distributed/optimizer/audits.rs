@@ -74,7 +74,8 @@ impl Audits {
     ///
     /// On all ranks, for a model or a world that can't be audited:
     ///
-    /// - [`Error::Setting`] on one rank, and for a model without matrices of Muon;
+    /// - [`Error::Setting`] on one rank, with an engine whose sums are not exact, and for a model
+    ///   without matrices of Muon;
     /// - [`Error::Parameter`] for a matrix that is divided among ranks.
     pub fn new(config: &DistMuonConfig, divided: &DividedModel, shards: &[Shard]) -> Result<Self> {
         let (every, on_failure) = (config.audit_every, config.on_audit_failure);
@@ -84,6 +85,11 @@ impl Audits {
         }
         if divided.world.size() == 1 {
             let expected = "0 on one rank, since another one computes matrices again";
+            return Err(Error::setting("audit_every", every, expected));
+        }
+        if !divided.world.comm().has_exact_sums() {
+            let expected = "0 with sums of NCCL's own, whose bits may differ between ranks \
+                            (`Reduction::Exact` has equal ones)";
             return Err(Error::setting("audit_every", every, expected));
         }
         let buckets = shards.iter().enumerate();
@@ -300,6 +306,8 @@ impl From<Finding> for Error {
 /// weights of one rank.
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use burn::module::{Module, Param};
     use burn::nn::Linear;
     use burn::optim::GradientsParams;
@@ -391,8 +399,13 @@ mod tests {
         change: impl Fn(Changed<'_>) + Sync,
         other: &MuonConfig,
     ) {
+        // The only matrix of every rank in the audited bucket.
+        let audited_of: Mutex<Vec<String>> = Mutex::default();
         let found = trained(config, other, |changed, rank, step| {
             if (rank, step) == (faulty, 2) {
+                let DistModuleOptimizer { divided, shards, .. } = &*changed.optim;
+                let path = |rank| divided.path(shards[0].bucket.runs(rank)[0].parameter).to_owned();
+                *audited_of.lock().unwrap() = (0..RANKS).map(path).collect();
                 change(changed);
             }
         });
@@ -400,7 +413,7 @@ mod tests {
         let Error::Audited { parameter, part: found, step, rank, auditor, .. } = &error else {
             panic!("{error}")
         };
-        assert!(parameter.starts_with("layers."), "{error}");
+        assert_eq!(*parameter, audited_of.lock().unwrap()[*rank], "{error}");
         assert_eq!((&**found, *step), (part, audited), "{error}");
         // The faulty rank is one of the two.
         assert!([*rank, *auditor].contains(&faulty), "{error}");

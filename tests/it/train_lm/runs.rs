@@ -187,7 +187,9 @@ fn audits_and_states_on_the_host_change_no_loss() {
         assert_eq!(losses(more), plain, "{more}");
     }
     for (unseen, problem) in [
-        ("--ranks 2 --audit-every 1 --overlap", "set `audit_every` to 0"),
+        ("--ranks 2 --audit-every 1 --overlap", "--audit-every compares parameters"),
+        ("--ranks 2 --audit-every 1 --owned dp", "leave --owned, --rows, --overlap"),
+        ("--ranks 2 --audit-every 1 --in-flight-mb 1", "with --audit-every; leave one"),
         ("--ranks 1 --audit-every 1", "audit_every"),
     ] {
         rejected(folder.path(), &flags.replace("--ranks 2", unseen), problem);
