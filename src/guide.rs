@@ -43,6 +43,7 @@
 /// [Clipping gradients]: crate::guide::clipping
 /// [Excluding and freezing]: crate::guide::excluding
 /// [Memory, time and launches]: crate::guide::cost
+/// [After a change]: crate::guide::resuming#after-a-change
 #[doc = include_str!("../docs/guide/from-adamw.md")]
 pub mod from_adamw {}
 
@@ -56,6 +57,9 @@ pub mod from_adamw {}
 /// [QK-clip]: crate::guide::qk_clip
 /// [slices of layers and experts]: crate::guide::slices
 /// [norms of a step]: crate::guide::watching
+/// [ranks]: crate::guide::ranks
+/// [routing]: crate::guide::routing
+/// [settings#parts-and-weight-decay]: crate::guide::settings#parts-and-weight-decay
 #[doc = include_str!("../docs/guide/comparison.md")]
 pub mod comparison {}
 
@@ -65,6 +69,9 @@ pub mod comparison {}
 /// [`Routing::group`]: crate::Routing::group
 /// [`LrScale`]: crate::LrScale
 /// [docs/results]: crate::guide#other-documents
+/// [settings#momentumconfig]: crate::guide::settings#momentumconfig
+/// [recipes.md]: crate::guide#other-documents
+/// [training.md]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/learning-rate.md")]
 pub mod learning_rate {}
 
@@ -79,6 +86,18 @@ pub mod learning_rate {}
 /// [docs/design]: crate::guide#other-documents
 /// [`Part`]: crate::Part
 /// [`Coefficients`]: crate::Coefficients
+/// [large-models#messages-behind-the-passes]: crate::guide::large_models#messages-behind-the-passes
+/// [learning-rate]: crate::guide::learning_rate
+/// [mixed-precision#momentum-in-8-bits]: crate::guide::mixed_precision#momentum-in-8-bits
+/// [mixed-precision#states-on-the-host]: crate::guide::mixed_precision#states-on-the-host
+/// [ranks]: crate::guide::ranks
+/// [recipes]: crate::guide::recipes
+/// [routing]: crate::guide::routing
+/// [watching#skipped-steps]: crate::guide::watching#skipped-steps
+/// [audits]: crate::guide::is_it_really_muon#a-second-computation-by-another-rank
+/// [Mixed precision]: crate::guide::mixed_precision
+/// [The same bits]: crate::guide::ranks#the-same-bits-on-all-ranks
+/// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/settings.md")]
 pub mod settings {}
 
@@ -91,6 +110,11 @@ pub mod settings {}
 /// [Choosing a learning rate]: crate::guide::learning_rate
 /// [docs/results]: crate::guide#other-documents
 /// [leaderboard]: crate::guide#other-documents
+/// [heads]: crate::guide::heads
+/// [qk-clip]: crate::guide::qk_clip
+/// [settings]: crate::guide::settings
+/// [`IterationDtype::Auto`]: crate::IterationDtype::Auto
+/// [`NewtonSchulzConfig`]: crate::NewtonSchulzConfig
 #[doc = include_str!("../docs/guide/recipes.md")]
 pub mod recipes {}
 
@@ -102,6 +126,7 @@ pub mod recipes {}
 /// [Watching a run]: crate::guide::watching
 /// [docs/design]: crate::guide#other-documents
 /// [docs/results]: crate::guide#other-documents
+/// [results/gpu]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/one-device.md")]
 pub mod one_device {}
 
@@ -111,6 +136,15 @@ pub mod one_device {}
 /// [Processes and several hosts]: crate::guide::hosts
 /// [Troubleshooting]: crate::guide::troubleshooting
 /// [docs/design]: crate::guide#other-documents
+/// [gpu#which-kernels-run]: crate::guide::gpu#which-kernels-run
+/// [hosts#launching]: crate::guide::hosts#launching
+/// [is-it-really-muon#a-second-computation-by-another-rank]:
+///     crate::guide::is_it_really_muon#a-second-computation-by-another-rank
+/// [large-models]: crate::guide::large_models
+/// [large-models#ranks-with-fewer-batches]: crate::guide::large_models#ranks-with-fewer-batches
+/// [large-models#the-changed-lines]: crate::guide::large_models#the-changed-lines
+/// [one-device#devices-and-features]: crate::guide::one_device#devices-and-features
+/// [slices]: crate::guide::slices
 #[doc = include_str!("../docs/guide/ranks.md")]
 pub mod ranks {}
 
@@ -119,6 +153,9 @@ pub mod ranks {}
 /// [Several devices]: crate::guide::ranks
 /// [SECURITY.md]: crate::guide#other-documents
 /// [docs/design]: crate::guide#other-documents
+/// [large-models]: crate::guide::large_models
+/// [slices]: crate::guide::slices
+/// [failures]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/hosts.md")]
 pub mod hosts {}
 
@@ -146,6 +183,28 @@ pub mod hosts {}
 /// [docs/results]: crate::guide#other-documents
 /// [Tensor and expert parallelism]: crate::guide::slices
 /// [all placements]: crate::guide::slices#all-placements
+/// [accumulation]: crate::guide::accumulation
+/// [excluding#lora]: crate::guide::excluding#lora
+/// [gpu#which-kernels-run]: crate::guide::gpu#which-kernels-run
+/// [ranks#the-same-result]: crate::guide::ranks#the-same-result
+/// [resuming]: crate::guide::resuming
+/// [slices]: crate::guide::slices
+/// [slices#memory-and-messages]: crate::guide::slices#memory-and-messages
+/// [slices#rows-of-an-embedding]: crate::guide::slices#rows-of-an-embedding
+/// [`DistMuonConfig::forecast_memory`]: crate::DistMuonConfig::forecast_memory
+/// [`DistMuonConfig::forecast_time`]: crate::DistMuonConfig::forecast_time
+/// [`Layout::allow_unused`]: crate::distributed::Layout::allow_unused
+/// [`Layout::drain`]: crate::distributed::Layout::drain
+/// [`unused`]: crate::distributed::Layout::unused
+/// [`World::join`]: crate::World::join
+/// [`map_elements`]: crate::distributed::Layout::map_elements
+/// [`discard`]: crate::distributed::Layout::discard
+/// [`discard_pass`]: crate::distributed::Layout::discard_pass
+/// [`GradientBuffer`]: crate::GradientBuffer
+/// [`with_ahead_mb`]: crate::distributed::Layout::with_ahead_mb
+/// [`with_in_flight_mb`]: crate::distributed::Layout::with_in_flight_mb
+/// [`with_config`]: crate::distributed::Layout::with_config
+/// [layouts]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/large-models.md")]
 pub mod large_models {}
 
@@ -165,6 +224,8 @@ pub mod large_models {}
 /// [`enter`]: crate::parallel::enter
 /// [`leave`]: crate::parallel::leave
 /// [`exchange`]: crate::parallel::exchange
+/// [`PairCounts`]: crate::comm::PairCounts
+/// [`RowEmbedding`]: crate::parallel::RowEmbedding
 #[doc = include_str!("../docs/guide/slices.md")]
 pub mod slices {}
 
@@ -174,6 +235,10 @@ pub mod slices {}
 /// [divide the parameters]: crate::guide::large_models
 /// [Bounding the logits of attention]: crate::guide::qk_clip
 // Its program needs a feature, without which it is documented and not tested.
+///
+/// [is-it-really-muon#burns-optimizer-and-the-learner]:
+///     crate::guide::is_it_really_muon#burns-optimizer-and-the-learner
+/// [ranks]: crate::guide::ranks
 #[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}
 
@@ -182,6 +247,16 @@ pub mod learner {}
 /// [`checkpoint::save`]: crate::checkpoint::save
 /// [`checkpoint::load`]: crate::checkpoint::load
 /// [`Schedule::at(step)`]: crate::Schedule::at
+/// [hosts#limits]: crate::guide::hosts#limits
+/// [ranks]: crate::guide::ranks
+/// [ranks#the-same-result]: crate::guide::ranks#the-same-result
+/// [ranks#the-same-start]: crate::guide::ranks#the-same-start
+/// [saving-without-waiting]: crate::guide::saving_without_waiting
+/// [saving-without-waiting#one-file-from-each-rank]:
+///     crate::guide::saving_without_waiting#one-file-from-each-rank
+/// [`checkpoint::load_matching`]: crate::checkpoint::load_matching
+/// [`Part`]: crate::Part
+/// [`world.part_of`]: crate::World::part_of
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
 
@@ -192,6 +267,8 @@ pub mod resuming {}
 /// [`Saver::with_parts`]: crate::checkpoint::Saver::with_parts
 /// [`Saver::with_patience`]: crate::checkpoint::Saver::with_patience
 /// [docs/results]: crate::guide#other-documents
+/// [large-models]: crate::guide::large_models
+/// [slices]: crate::guide::slices
 #[doc = include_str!("../docs/guide/saving-without-waiting.md")]
 pub mod saving_without_waiting {}
 
@@ -201,16 +278,28 @@ pub mod saving_without_waiting {}
 /// [`Exchange::with_names`]: crate::exchange::Exchange::with_names
 /// [`Exchange::with_steps`]: crate::exchange::Exchange::with_steps
 /// [Recipes]: crate::guide::recipes
+/// [large-models]: crate::guide::large_models
+/// [mixed-precision]: crate::guide::mixed_precision
+/// [mixed-precision#the-settings]: crate::guide::mixed_precision#the-settings
+/// [settings#parts-and-weight-decay]: crate::guide::settings#parts-and-weight-decay
 #[doc = include_str!("../docs/guide/exchange.md")]
 pub mod exchange {}
 
 /// The table of a model, the built-in rules behind it, and your own.
 ///
 /// [Excluding, freezing and LoRA]: crate::guide::excluding
+/// [excluding#first-layers]: crate::guide::excluding#first-layers
+/// [learning-rate#rates-for-embeddings-and-the-head]:
+///     crate::guide::learning_rate#rates-for-embeddings-and-the-head
 #[doc = include_str!("../docs/guide/routing.md")]
 pub mod routing {}
 
 /// Layers that AdamW trains, layers that nothing trains, and adapters.
+///
+/// [heads]: crate::guide::heads
+/// [large-models]: crate::guide::large_models
+/// [ranks]: crate::guide::ranks
+/// [results/clients#the-first-layer]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/excluding.md")]
 pub mod excluding {}
 
@@ -218,12 +307,14 @@ pub mod excluding {}
 ///
 /// [Checkpoints]: crate::guide::resuming
 /// [QK-clip]: crate::guide::qk_clip
+/// [ranks]: crate::guide::ranks
 #[doc = include_str!("../docs/guide/heads.md")]
 pub mod heads {}
 
 /// The norm of all gradients, also on one device, and Burn's setter that has no effect.
 ///
 /// [`DistMuonConfig::max_norm`]: crate::distributed::DistMuonConfig::max_norm
+/// [ranks]: crate::guide::ranks
 #[doc = include_str!("../docs/guide/clipping.md")]
 pub mod clipping {}
 
@@ -231,18 +322,27 @@ pub mod clipping {}
 ///
 /// [`GradientBuffer`]: crate::GradientBuffer
 /// [docs/results]: crate::guide#other-documents
+/// [`custom`]: crate::custom
+/// [large-models]: crate::guide::large_models
+/// [large-models#messages-behind-the-passes]: crate::guide::large_models#messages-behind-the-passes
+/// [ranks]: crate::guide::ranks
+/// [settings#distmuonconfig]: crate::guide::settings#distmuonconfig
+/// [`DistMuonConfig::forecast_memory`]: crate::DistMuonConfig::forecast_memory
 #[doc = include_str!("../docs/guide/mixed-precision.md")]
 pub mod mixed_precision {}
 
 /// One step for several batches, and the effects of a sum instead of a mean.
 ///
 /// [Mixed precision]: crate::guide::mixed_precision
+/// [ranks]: crate::guide::ranks
 #[doc = include_str!("../docs/guide/accumulation.md")]
 pub mod accumulation {}
 
 /// QK-clip for multi-head, grouped-query and latent attention.
 ///
 /// [Tensor and expert parallelism]: crate::guide::slices
+/// [mixed-precision]: crate::guide::mixed_precision
+/// [ranks]: crate::guide::ranks
 #[doc = include_str!("../docs/guide/qk-clip.md")]
 pub mod qk_clip {}
 
@@ -250,6 +350,14 @@ pub mod qk_clip {}
 ///
 /// [mutations]: crate::guide#other-documents
 /// [diagnostics]: crate::guide::watching
+/// [large-models]: crate::guide::large_models
+/// [learner]: crate::guide::learner
+/// [one-device]: crate::guide::one_device
+/// [ranks]: crate::guide::ranks
+/// [ranks#the-same-bits-on-all-ranks]: crate::guide::ranks#the-same-bits-on-all-ranks
+/// [ranks#the-same-result]: crate::guide::ranks#the-same-result
+/// [slices]: crate::guide::slices
+/// [watching#skipped-steps]: crate::guide::watching#skipped-steps
 #[doc = include_str!("../docs/guide/is-it-really-muon.md")]
 pub mod is_it_really_muon {}
 
@@ -262,6 +370,8 @@ pub mod is_it_really_muon {}
 /// [`DistModuleOptimizer::report()`]: crate::distributed::DistModuleOptimizer::report
 /// [`DistModuleOptimizer::memory()`]: crate::distributed::DistModuleOptimizer::memory
 /// [`World::describe()?`]: crate::comm::World::describe
+/// [learning-rate#the-scale-of-a-matrix]: crate::guide::learning_rate#the-scale-of-a-matrix
+/// [qk-clip]: crate::guide::qk_clip
 #[doc = include_str!("../docs/guide/watching.md")]
 pub mod watching {}
 
@@ -271,6 +381,9 @@ pub mod watching {}
 /// [`Routing::summary`]: crate::Routing::summary
 /// [docs/results]: crate::guide#other-documents
 /// [docs/design]: crate::guide#other-documents
+/// [gpu]: crate::guide::gpu
+/// [gpu#burns-fusion]: crate::guide::gpu#burns-fusion
+/// [large-models]: crate::guide::large_models
 #[doc = include_str!("../docs/guide/cost.md")]
 pub mod cost {}
 
@@ -284,6 +397,14 @@ pub mod cost {}
 /// [Clipping gradients]: crate::guide::clipping
 /// [One device]: crate::guide::one_device
 /// [Tensor and expert parallelism]: crate::guide::slices
+/// [exchange]: crate::guide::exchange
+/// [excluding#frozen-parameters]: crate::guide::excluding#frozen-parameters
+/// [is-it-really-muon]: crate::guide::is_it_really_muon
+/// [large-models#parameters-that-some-ranks-do-not-use]:
+///     crate::guide::large_models#parameters-that-some-ranks-do-not-use
+/// [ranks#the-same-bits-on-all-ranks]: crate::guide::ranks#the-same-bits-on-all-ranks
+/// [saving-without-waiting]: crate::guide::saving_without_waiting
+/// [Checkpoints]: crate::guide::resuming
 #[doc = include_str!("../docs/guide/troubleshooting.md")]
 pub mod troubleshooting {}
 
@@ -296,5 +417,10 @@ pub mod troubleshooting {}
 /// [Processes and several hosts]: crate::guide::hosts
 /// [One device]: crate::guide::one_device
 /// [`IterationDtype::Auto`]: crate::IterationDtype::Auto
+/// [design/kernels#the-second-generation]: crate::guide#other-documents
+/// [large-models]: crate::guide::large_models
+/// [large-models#messages-behind-the-passes]: crate::guide::large_models#messages-behind-the-passes
+/// [the host's time]: crate::guide#other-documents
+/// [mixed]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/gpu.md")]
 pub mod gpu {}

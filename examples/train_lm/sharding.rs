@@ -57,6 +57,11 @@ pub struct Sharding {
     /// For dist-muon and dist-adamw.
     #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
     pub in_flight_mb: Option<f64>,
+    /// MB of a bucket of the optimizer, of which an audit takes one.
+    ///
+    /// Default: 25, or 1000 on one rank whose states are not on the host.
+    #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
+    pub bucket_mb: Option<f64>,
     /// Chooses the owner of each matrix. Default: greedy.
     ///
     /// For dist-muon and dist-adamw, which print the plan.
@@ -124,7 +129,8 @@ pub enum Keep {
 impl Sharding {
     /// Returns `true` if it needs an optimizer that sees the whole model.
     pub fn is_shared(&self) -> bool {
-        let is_planned = self.balancing.is_some() || self.costs.is_some();
+        let is_planned =
+            self.balancing.is_some() || self.costs.is_some() || self.bucket_mb.is_some();
         let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
         let overlaps = self.overlap == Some(true) || self.in_flight_mb.is_some();
         let is_special = self.states_on == StatesPlace::Host || self.audit_every > 0;
@@ -210,7 +216,7 @@ impl Sharding {
             StatesPlace::Host => StatesOn::Host,
         };
         let config = config.with_balancing(balancing).with_costs(costs).with_states_on(states);
-        Ok(config.with_audit_every(self.audit_every))
+        Ok(config.with_audit_every(self.audit_every).with_bucket_mb(self.bucket_mb))
     }
 
     /// Describes the plan in a line.

@@ -210,6 +210,30 @@ fn the_defaults_that_pages_give_in_numbers_are_those_of_the_code() {
     assert_eq!(distmuon::comm::DEADLINE.as_secs(), 600);
 }
 
+/// On docs.rs, a page is a module, and a relative path leads nowhere: of two definitions of a link,
+/// the first one counts, which is that of the module.
+#[test]
+fn every_relative_link_of_a_page_is_redirected_in_the_documentation_of_its_module() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let modules = fs::read_to_string(root.join("src/guide.rs")).unwrap();
+    let inline = Regex::new(r"\]\((?:\.\./|[a-z-]+\.md)").unwrap();
+    let definition = Regex::new(r"(?m)^(\[[^\]]+\]:)\s+(?:\.\./|[a-z-]+\.md)").unwrap();
+    let (mut last, mut links) = (0, 0);
+    for include in Regex::new(r#"include_str!\("(.*\.md)"\)"#).unwrap().captures_iter(&modules) {
+        let all = include.get(0).unwrap();
+        let redirected = &modules[last..all.start()];
+        last = all.end();
+        let page = fs::read_to_string(root.join("src").join(&include[1])).unwrap();
+        let found = inline.find(&page).map(|found| found.as_str());
+        assert_eq!(found, None, "{}: write `[text][page]`, and define `page`", &include[1]);
+        for link in definition.captures_iter(&page) {
+            assert!(redirected.contains(&link[1]), "{}: {} in src/guide.rs", &include[1], &link[1]);
+            links += 1;
+        }
+    }
+    assert!(links > 150, "{links}");
+}
+
 #[test]
 fn the_tests_that_the_features_of_other_systems_name_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

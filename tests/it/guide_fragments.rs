@@ -281,11 +281,10 @@ let strategy = DistMuonStrategy::new(devices, config).with_qk_clip(clip, &logits
 /// "Is it really Muon?".
 #[cfg(feature = "train")]
 mod account {
+    #[rustfmt::skip]
     fn metric() {
-        use burn::tensor::Device;
-        use distmuon::{
-            DistMuonConfig, DistMuonStrategy, Expectation, MuonConfig, MuonShareMetric,
-        };
+use burn::tensor::Device;
+use distmuon::{DistMuonConfig, DistMuonStrategy, Expectation, MuonConfig, MuonShareMetric};
 
         let muon = MuonConfig::new().expect(Expectation::MuonShare(0.6));
         let config = DistMuonConfig::new().with_muon(muon);

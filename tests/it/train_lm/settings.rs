@@ -82,6 +82,7 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --keep nothing", "give one of them, or leave it out"),
         ("--data text.rs --in-flight-mb 1 --overlap=false --ranks 2", "leave --overlap=false out"),
         ("--data text.rs --in-flight-mb 1 --optimizer adamw", "compare only these"),
+        ("--data text.rs --bucket-mb 1 --optimizer adamw", "compare only these"),
         ("--data text.rs --mesh tp=2 --ranks 2 --optimizer muon", "trains on one rank"),
         (
             "--data text.rs --mesh ep=2 --ranks 2",
