@@ -172,6 +172,7 @@ pub mod hosts {}
 /// [`shard`]: crate::distributed::Layout::shard
 /// [`start`]: crate::DistMuonConfig::start
 /// [Several devices]: crate::guide::ranks
+/// [`WeightAverage`]: crate::distributed::WeightAverage
 /// [`average`]: crate::distributed::Layout::average
 /// [`collect`]: crate::distributed::Layout::collect
 /// [`unshard`]: crate::distributed::Layout::unshard

@@ -38,7 +38,7 @@ pub use dist_muon::DistMuon;
 pub use dist_muon::{DistMuonState, Ownership};
 #[doc(inline)]
 pub use forecast::{Links, MemoryForecast, RankMemory, TimeAssumptions, Timeline};
-pub use layout::{Keep, Layout, LayoutTable};
+pub use layout::{Keep, Layout, LayoutTable, WeightAverage};
 #[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LearnerLogits};
 #[cfg(feature = "train")]

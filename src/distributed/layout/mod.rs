@@ -25,6 +25,7 @@ pub(super) use pass_parameter::{BlockPart, PassParameter};
 pub use passes::Keep;
 pub(super) use passes::{Message, PassBytes, Passes, Publishing, ReportedBytes};
 pub use table::LayoutTable;
+pub use weight_average::WeightAverage;
 
 use super::config::DistMuonConfig;
 use super::mesh::{Axis, Mesh};

@@ -17,18 +17,10 @@ impl Layout {
     /// and is used like the model. Sends nothing, and is called by all ranks, as
     /// [`map_elements`](Self::map_elements).
     ///
-    /// Two calls make the tail average of modded-nanogpt's third track
-    /// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026): late in the
-    /// run, clone the model, and call `layout.average(average, &model, 1.0 - 1.0 / 150.0)` after
-    /// every step. Before an evaluation, `layout.average(model.clone(), &average, 0.4)` has 0.4 of
-    /// the model and 0.6 of the average. In the source, the token embedding is bfloat16 and has no
-    /// average, and all other parameters are float32. Here all float parameters have one.
-    ///
     /// The average is stored in the types of the parameters. In half precision, a change that is
     /// smaller than half a digit of the average is lost: in bfloat16, where `(1 - decay)` times the
     /// distance of `P` from `A` is less than about `A / 512`. With a decay near 1, such an average
-    /// stays where it began. Average a model in float32, or call it every several steps with a
-    /// smaller decay.
+    /// stays where it began: use a [`WeightAverage`], which is in float32.
     ///
     /// A rank averages the parts that it has. Clones of a model share running statistics, such as
     /// BatchNorm's, so these are not averaged. A checkpoint has one model: to keep the average as
@@ -56,24 +48,7 @@ impl Layout {
     /// with other parameters than the average.
     pub fn average<M: Module>(&self, average: M, model: &M, decay: f64) -> Result<M> {
         ensure_decay("decay", decay)?;
-        let rank = self.world().rank();
-        let mut values = ValuesByPath(HashMap::new());
-        parameters::visit(model, &mut values);
-        let mut error = None;
-        let average = self.map_elements(average, |path, old| {
-            let value = values.0.remove(path).filter(|value| value.dims() == old.dims());
-            let Some(value) = value else {
-                let reason = "the model does not have it in the shape of the average";
-                let remedy = "start with a clone of the model";
-                error.get_or_insert(Error::parameter(path, rank, reason, remedy));
-                return old;
-            };
-            // Half precision would round the decay as well: 0.999 is 1 in bfloat16.
-            let precise = precise_dtype(old.dtype());
-            let kept = old.cast(precise).mul_scalar(decay);
-            kept + value.cast(precise).mul_scalar(1.0 - decay)
-        });
-        error.map_or(Ok(average), Err)
+        mixed(average, decay, ValuesByPath::of(model, self.world().rank()))
     }
 
     /// Returns the model with a function applied to the values of its float parameters, such as the
@@ -109,10 +84,115 @@ impl Layout {
         model: M,
         function: impl FnMut(&str, Tensor<1>) -> Tensor<1>,
     ) -> M {
-        let found = parameters::of(&model).into_iter();
-        let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
-        parameters::map(model, &mut Elementwise { owned: owned.collect(), function })
+        map_elements(model, function)
     }
+}
+
+fn map_elements<M: Module>(model: M, function: impl FnMut(&str, Tensor<1>) -> Tensor<1>) -> M {
+    let found = parameters::of(&model).into_iter();
+    let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
+    parameters::map(model, &mut Elementwise { owned: owned.collect(), function })
+}
+
+/// The model with `share` of its own values and the rest of others.
+fn mixed<M: Module>(model: M, share: f64, mut others: ValuesByPath) -> Result<M> {
+    let mut error = None;
+    let mixed = map_elements(model, |path, own| match others.take(path, &own) {
+        Ok(other) => mix(own, other, share),
+        Err(missing) => {
+            error.get_or_insert(missing);
+            own
+        }
+    });
+    error.map_or(Ok(mixed), Err)
+}
+
+/// An average of the weights of a model, in float32 whatever their type is.
+///
+/// Every rank has the average of the parts that it holds: 4 bytes for each of their elements, and 8
+/// in float64. All float parameters have one, also frozen ones.
+///
+/// This is the tail average of modded-nanogpt's third track
+/// (<https://github.com/KellerJordan/modded-nanogpt>, pull request 325, June 2026), which has 0.6
+/// of the average and 0.4 of the model. (There, the token embedding has none.)
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::LinearConfig;
+/// use distmuon::World;
+/// use distmuon::distributed::{Layout, WeightAverage};
+///
+/// World::threads(World::devices(2), |world| {
+///     let layout = Layout::from(&world); // on one device: `Layout::from(&World::alone(device))`
+///     let model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
+///     let mut average = WeightAverage::new(&layout, &model); // late in the run
+///     average.add(&model, 1.0 - 1.0 / 150.0)?; // after every step from there on
+///     let evaluated = average.mixed_into(model.clone(), 0.6)?; // before an evaluation
+///     # let _ = evaluated.num_params();
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// A checkpoint has one model, and not its average. To continue an average, save the model that
+/// [`mixed_into`](Self::mixed_into) returns for a whole one in float32 (Burn's `Module::cast`), and
+/// start again with it.
+#[derive(Debug, Clone)]
+pub struct WeightAverage(ValuesByPath);
+
+impl WeightAverage {
+    /// Returns an average that has the weights of a model, which the layout divides. Waits for
+    /// parameters of the last step that are on their way, so that all ranks make this call.
+    pub fn new<M: Module>(layout: &Layout, model: &M) -> Self {
+        let mut average = ValuesByPath::of(model, layout.world().rank());
+        average.values.values_mut().for_each(|value| {
+            // Not the tensors of the model, which the next step could then not write in place.
+            *value = value.clone().cast(precise_dtype(value.dtype())).mul_scalar(1.0);
+        });
+        Self(average)
+    }
+
+    /// Adds the weights of a model: of every parameter, the average becomes `decay A + (1 - decay)
+    /// P`. Sends nothing, and waits as [`new`](Self::new).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a decay that is not in `[0, 1)`; [`Error::Parameter`] for a model
+    /// with other parameters than the first one. The average then stays as it was.
+    pub fn add<M: Module>(&mut self, model: &M, decay: f64) -> Result<()> {
+        ensure_decay("decay", decay)?;
+        let mut added = ValuesByPath::of(model, self.0.rank);
+        let mixed = |(path, average): (&String, &Tensor<1>)| {
+            let value = added.take(path, average)?;
+            Ok((path.clone(), mix(average.clone(), value, decay)))
+        };
+        self.0.values = self.0.values.iter().map(mixed).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// Returns a model with `share` of the average and the rest of its own weights, in the types of
+    /// its parameters: 1 for the average alone. Sends nothing, and waits as [`new`](Self::new).
+    ///
+    /// Clones of a model share running statistics, such as BatchNorm's, so these are not averaged.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a share that is not in `[0, 1]`; [`Error::Parameter`] for a model
+    /// with other parameters than the first one.
+    pub fn mixed_into<M: Module>(&self, model: M, share: f64) -> Result<M> {
+        if !(0.0..=1.0).contains(&share) {
+            return Err(Error::setting("share", share, "at least 0 and at most 1"));
+        }
+        mixed(model, 1.0 - share, self.0.clone())
+    }
+}
+
+/// `share` of the first values and the rest of the second ones, computed at least in float32.
+fn mix(first: Tensor<1>, second: Tensor<1>, share: f64) -> Tensor<1> {
+    // Half precision would round the share as well: 0.999 is 1 in bfloat16.
+    let precise = precise_dtype(first.dtype());
+    let [first, second] = [first, second].map(|values| values.cast(precise));
+    first.mul_scalar(share) + second.mul_scalar(1.0 - share)
 }
 
 struct Elementwise<F> {
@@ -144,11 +224,32 @@ impl<F: FnMut(&str, Tensor<1>) -> Tensor<1>> parameters::Map for Elementwise<F> 
 }
 
 /// The values of parameters, flat, or of this rank's parts of them.
-struct ValuesByPath(HashMap<String, Tensor<1>>);
+#[derive(Debug, Clone)]
+struct ValuesByPath {
+    values: HashMap<String, Tensor<1>>,
+    rank: usize,
+}
+
+impl ValuesByPath {
+    fn of<M: Module>(model: &M, rank: usize) -> Self {
+        let mut values = Self { values: HashMap::new(), rank };
+        parameters::visit(model, &mut values);
+        values
+    }
+
+    /// Moves the values of a path out, which are as many as others.
+    fn take(&mut self, path: &str, like: &Tensor<1>) -> Result<Tensor<1>> {
+        let values = self.values.remove(path).filter(|values| values.dims() == like.dims());
+        values.ok_or_else(|| {
+            let reason = "the model does not have it in the shape of the average";
+            Error::parameter(path, self.rank, reason, "start with a clone of the model")
+        })
+    }
+}
 
 impl Visit for ValuesByPath {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        self.0.insert(
+        self.values.insert(
             parameters::path_with_parts(fields),
             param.val().without_autodiff().reshape([-1]),
         );

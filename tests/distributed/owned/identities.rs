@@ -4,12 +4,13 @@
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
+use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish, WeightAverage};
 use distmuon::{Error, GradientBuffer, Result, checkpoint};
 use distmuon_testing::logs;
 use distmuon_testing::models::{assert_same_weights, bits, values, weights};
+use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::worlds::Folder;
 
 use super::{Net, are_equal, config, tokens, with_checkpoints};
@@ -377,6 +378,65 @@ pub fn averages_are_those_of_whole_parameters() {
     let expected = average(None);
     for kind in LAYOUTS {
         assert_equal(&expected, &average(Some(kind)), &format!("{kind:?}"));
+    }
+}
+
+/// A long average in half precision, whose additions are below its last digit.
+pub fn averages_of_half_precision_are_in_float32() {
+    const DECAY: f64 = 0.999;
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let average = |kind: Option<(bool, bool)>| {
+        let run = ranks_here(2, |world| {
+            let layout =
+                kind.map_or_else(|| Layout::new(&Mesh::flat(&world)), |kind| layout(&world, kind));
+            let layout = layout.with_muon(config().muon);
+            let net = layout.shard(Net::new(world.device()).map(&mut Rounded(DType::BF16)))?;
+            let of = |net: &Net, by: f64| {
+                let moved = |_: &str, values: Tensor<1>| values.mul_scalar(by);
+                layout.map_elements(net.clone(), moved)
+            };
+            let mut average = WeightAverage::new(&layout, &net);
+            let mut rounded = net.clone();
+            let other = of(&net, 1.5);
+            for _ in 0..1000 {
+                average.add(&other, DECAY)?;
+                rounded = layout.average(rounded, &other, DECAY)?;
+            }
+            let whole = |model: &Net| {
+                let whole = layout.unshard(model)?;
+                Ok::<_, Error>(values(&whole.map(&mut Rounded(DType::F32))))
+            };
+            let [first, last, rounded] = [whole(&net)?, whole(&other)?, whole(&rounded)?];
+            let mean = whole(&average.mixed_into(net.clone(), 1.0)?)?;
+            let half = whole(&average.mixed_into(net.clone(), 0.5)?)?;
+            let kept = DECAY.powi(1000) as f32;
+            for index in 0..first.len() {
+                let expected = first[index] * kept + last[index] * (1.0 - kept);
+                // Half a digit of bfloat16, and rounding in float32.
+                let digit = expected.abs() / 250.0;
+                assert!((mean[index] - expected).abs() <= digit, "{kind:?}: {index}");
+                let expected = (first[index] + expected) / 2.0;
+                assert!((half[index] - expected).abs() <= digit, "{kind:?}: {index}");
+            }
+            assert!(rounded == first, "an average in bfloat16 has not moved");
+            for share in [-0.1, 1.1, f64::NAN] {
+                let error = average.mixed_into(net.clone(), share).unwrap_err();
+                assert!(error.to_string().contains("`share`"), "{error}");
+            }
+            let other: Linear = LinearConfig::new(4, 4).init(world.device());
+            for error in [average.add(&other, 0.5), average.add(&net, 1.0)] {
+                let text = error.unwrap_err().to_string();
+                assert!(text.contains("does not have it") || text.contains("`decay`"), "{text}");
+            }
+            Ok(mean)
+        });
+        run.unwrap()
+    };
+    let expected = average(None);
+    for kind in LAYOUTS {
+        assert!(average(Some(kind)) == expected, "{kind:?}");
     }
 }
 

@@ -71,6 +71,7 @@ use balancing::{
 use identities::{
     a_device_without_gradient_checkpointing_is_warned_of,
     an_average_that_one_rank_has_changed_alone_is_rejected, averages_are_those_of_whole_parameters,
+    averages_of_half_precision_are_in_float32,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, passes_that_are_not_trained_are_warned_of,
@@ -167,6 +168,7 @@ pub const IN_PROCESS: &[Case] = cases![
     values_of_other_models_at_one_place_are_rejected,
     an_average_that_one_rank_has_changed_alone_is_rejected,
     averages_are_those_of_whole_parameters,
+    averages_of_half_precision_are_in_float32,
     any_call_of_one_rank_alone_is_found_at_once,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
     a_divided_base_is_held_in_parts_and_never_reduced,
