@@ -403,13 +403,12 @@ def long_run(run):
 def of_long():
     body = []
     for name in LONG:
-        cells = [f"`{name}`", rate_text(best_rate(name))]
-        for seed in LONG_SEEDS:
-            try:
-                cells.append(f"{long_run((name, seed)):.4f}")
-            except Missing:
-                cells.append("")
-        body.append(cells)
+        try:
+            rate = rate_text(best_rate(name))
+            losses = [f"{long_run((name, seed)):.4f}" for seed in LONG_SEEDS]
+        except Missing:
+            continue
+        body.append([f"`{name}`", rate, *losses])
     return table(["entry", "rate", *(f"seed {seed}" for seed in LONG_SEEDS)], body)
 
 
@@ -444,10 +443,13 @@ def main():
         entries = ", ".join(ENTRIES)
         sys.exit(f"no such entry or flag: {', '.join(sorted(unknown))}; the entries are {entries}")
     read_rows()
+    if names and flags & {"--widths", "--long", "--table"}:
+        sys.exit("--widths, --long and --table are of all entries: leave the names out")
     names = names or list(ENTRIES)
     if "--widths" in flags:
         each(lambda name: sweep(name, STEPS_OF_WIDTHS), OF_WIDTHS)
     elif "--long" in flags:
+        each(best_rate, LONG)
         each(long_run, itertools.product(LONG, LONG_SEEDS))
     elif "--seeds" in flags:
         each(of_seeds, names)

@@ -18,7 +18,7 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::error::{Error, Result};
@@ -162,13 +162,14 @@ impl Certificate {
     /// [`Error::Usage`] if other settings, data or weights were recorded at that step, or none.
     pub fn resume<M: Module>(mut self, of: &Self, step: usize, model: &M) -> Result<Self> {
         const EXPECTED: &str = "the settings, data and weights of the checkpoint";
-        const REMEDY: &str = "continue the run of the file with its settings, or give another file";
+        const REMEDY: &str =
+            "continue the run of the file, with its settings, or give another file";
         let other =
             |got: String| Error::usage("the certificate is of another run", EXPECTED, got, REMEDY);
         let differs = [
-            difference("version", &self.version.as_str().into(), &of.version.as_str().into()),
-            difference("settings", &self.settings, &of.settings),
-            difference("data", &self.data.as_str().into(), &of.data.as_str().into()),
+            difference("version", Some(&json!(self.version)), Some(&json!(of.version))),
+            difference("settings", Some(&self.settings), Some(&of.settings)),
+            difference("data", Some(&json!(self.data)), Some(&json!(of.data))),
         ];
         if let Some(difference) = differs.into_iter().flatten().next() {
             return Err(other(difference));
@@ -236,18 +237,20 @@ impl Certificate {
 }
 
 /// The first difference between two values of a name, in the order of the keys of objects.
-fn difference(name: &str, recorded: &Value, of_run: &Value) -> Option<String> {
+fn difference(name: &str, recorded: Option<&Value>, of_run: Option<&Value>) -> Option<String> {
     match (recorded, of_run) {
-        (Value::Object(fields), Value::Object(others)) => {
+        (Some(Value::Object(fields)), Some(Value::Object(others))) => {
             let keys: BTreeSet<&String> = fields.keys().chain(others.keys()).collect();
             keys.into_iter().find_map(|key| {
-                let value = |of: &'_ serde_json::Map<String, Value>| of.get(key).cloned();
-                let [field, other] = [fields, others].map(|of| value(of).unwrap_or_default());
-                difference(&format!("{name}.{key}"), &field, &other)
+                difference(&format!("{name}.{key}"), fields.get(key), others.get(key))
             })
         }
         _ if recorded == of_run => None,
-        _ => Some(format!("other {name}: {of_run}, and {recorded} in the file")),
+        _ => {
+            let [recorded, of_run] = [recorded, of_run]
+                .map(|value| value.map_or_else(|| "none".to_owned(), Value::to_string));
+            Some(format!("other {name}: {of_run}, and {recorded} in the file"))
+        }
     }
 }
 

@@ -50,13 +50,14 @@ pub mod from_adamw {}
 /// Losses and times next to AdamW and Burn's own Muon, and the work that each optimizer supports.
 ///
 /// [The results]: crate::guide#other-documents
+/// [leaderboard]: crate::guide#other-documents
 /// [measured]: crate::guide#other-documents
-/// [any Burn optimizer]: crate::guide::settings
+/// [any Burn optimizer]: crate::guide::settings#another-optimizer-for-some-parameters
 /// [recipes]: crate::guide::recipes
 /// [float32 master weights]: crate::guide::mixed_precision
 /// [QK-clip]: crate::guide::qk_clip
 /// [slices of layers and experts]: crate::guide::slices
-/// [norms of a step]: crate::guide::watching
+/// [norms of a step]: crate::guide::watching#norms-of-a-step
 /// [ranks]: crate::guide::ranks
 /// [routing]: crate::guide::routing
 /// [settings#parts-and-weight-decay]: crate::guide::settings#parts-and-weight-decay
@@ -350,7 +351,7 @@ pub mod qk_clip {}
 /// Expectations that are errors where they do not hold, and the account of a step.
 ///
 /// [mutations]: crate::guide#other-documents
-/// [diagnostics]: crate::guide::watching
+/// [diagnostics]: crate::guide::watching#norms-of-a-step
 /// [large-models]: crate::guide::large_models
 /// [learner]: crate::guide::learner
 /// [one-device]: crate::guide::one_device

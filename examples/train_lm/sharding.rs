@@ -10,7 +10,7 @@ use distmuon::distributed::{
 };
 
 use super::model::Gpt;
-use super::options::{at_least_one, not_negative};
+use super::options::{at_least_one, not_negative, positive};
 
 /// The options that place parameters on ranks. The results are the same with all of them.
 #[derive(Args, Debug, Clone, Default)]
@@ -57,10 +57,12 @@ pub struct Sharding {
     /// For dist-muon and dist-adamw.
     #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
     pub in_flight_mb: Option<f64>,
-    /// MB of a bucket of the optimizer, of which an audit takes one.
+    /// Size of the optimizer's buckets in MB. An audit takes one bucket.
     ///
-    /// Default: 25, or 1000 on one rank whose states are not on the host.
-    #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
+    /// Default: 25, or 1000 on one rank without --states-on host.
+    ///
+    /// For dist-muon and dist-adamw.
+    #[arg(long, value_name = "MB", value_parser = positive, help_heading = "Ranks")]
     pub bucket_mb: Option<f64>,
     /// Chooses the owner of each matrix. Default: greedy.
     ///

@@ -33,9 +33,10 @@ pub enum WhenBusy {
 /// writes, byte for byte. An interrupted save leaves the previous file in place.
 ///
 /// On Flex, whose tensors are in the memory of the host, `save` does not copy them: the thread
-/// reads them, while a step that changes one makes a new tensor. It copies only what it collects or
-/// converts, such as states of other ranks and states in 8 bits. The model and its optimizer have
-/// to be on one device, and clones of a user's state must not share what a step changes.
+/// reads them, while a step that changes one makes a new tensor. It copies only what it converts,
+/// such as states in 8 bits, parameters that a layout divides, states of users' optimizers, and
+/// what ranks in other processes send. The model and its optimizer have to be on one device, and
+/// clones of a user's state must not share what a step changes.
 ///
 /// An error of the thread is returned by the next [`save`](Self::save) or [`wait`](Self::wait): end
 /// a run with `wait`. A `Saver` that is dropped waits as well, and logs the error.

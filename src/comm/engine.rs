@@ -48,11 +48,8 @@ pub trait Engine: Debug + Send + Sync {
     /// Implements [`Communicator::communicators`](super::Communicator::communicators).
     fn communicators(&self) -> usize;
 
-    /// Implements [`Communicator::has_exact_sums`](super::Communicator::has_exact_sums). `true` by
-    /// default.
-    fn has_exact_sums(&self) -> bool {
-        true
-    }
+    /// Implements [`Communicator::has_exact_sums`](super::Communicator::has_exact_sums).
+    fn has_exact_sums(&self) -> bool;
 
     /// Implements [`Communicator::all_reduce`](super::Communicator::all_reduce).
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending>;

@@ -175,6 +175,10 @@ impl Engine for Threads {
         self.participant.groups()
     }
 
+    fn has_exact_sums(&self) -> bool {
+        true
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let call = Call::all_reduce(&tensor, op);
         let dtype = tensor.dtype();

@@ -187,7 +187,7 @@ pub struct DistMuonConfig {
     pub loss_scale: Option<LossScaleConfig>,
     /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. `None` for 25,
     /// which is PyTorch's default, and for 1000 in a world of one, which communicates nothing,
-    /// unless the states are on the [host](StatesOn::Host).
+    /// unless `states_on` is [`Host`](StatesOn::Host).
     ///
     /// Smaller buckets overlap more; larger ones need fewer messages and make larger batches. The
     /// states of one bucket are in memory twice while they are saved or loaded, on the device and
@@ -228,7 +228,7 @@ pub struct DistMuonConfig {
     ///
     /// It needs two ranks, and matrices that every rank has whole. Its bits are equal where the
     /// sums over ranks are exact and the kernels are the same: on every engine, and between devices
-    /// of one kind. With NCCL's own sums, it is an error. [`bucket_mb`](Self::bucket_mb) sets the
+    /// of one kind. NCCL's own sums are an error. [`bucket_mb`](Self::bucket_mb) sets the
     /// share of the matrices.
     #[config(default = 0)]
     pub audit_every: usize,

@@ -50,6 +50,10 @@ impl Engine for Simulated {
         1
     }
 
+    fn has_exact_sums(&self) -> bool {
+        true
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, _: ReduceOp) -> Result<Pending> {
         Ok(self.call(&tensor, 0, tensor.dims()[0]))
     }

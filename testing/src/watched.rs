@@ -69,7 +69,7 @@ pub fn watched(
 }
 
 /// Returns the same rank of the same world, with a function that replaces the results of
-/// collectives, whose name it is given.
+/// collectives, whose name it is given: of all that return one tensor, and so not of `gather`.
 pub fn replaced(
     world: &World,
     replace: impl Fn(&'static str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,

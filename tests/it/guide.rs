@@ -1,6 +1,6 @@
 //! Claims of the guide that its programs alone do not show.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::Path;
 
@@ -217,7 +217,16 @@ fn every_relative_link_of_a_page_is_redirected_in_the_documentation_of_its_modul
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let modules = fs::read_to_string(root.join("src/guide.rs")).unwrap();
     let inline = Regex::new(r"\]\((?:\.\./|[a-z-]+\.md)").unwrap();
-    let definition = Regex::new(r"(?m)^(\[[^\]]+\]:)\s+(?:\.\./|[a-z-]+\.md)").unwrap();
+    let definition = Regex::new(r"(?m)^\[([^\]]+)\]:\s+((?:\.\./|[a-z-]+\.md)\S*)$").unwrap();
+    let redirect = Regex::new(r"/// \[([^\]]+)\]:(?:\n///)?\s+(\S+)").unwrap();
+    // Where a page, a source or another document is found in the documentation.
+    let target = |path: &str| match path.split_once(".md") {
+        Some((page, heading)) if !page.contains('/') => {
+            format!("crate::guide::{}{heading}", page.replace('-', "_"))
+        }
+        None if path.starts_with("../../src/") => "crate::".to_owned(),
+        _ => "crate::guide#other-documents".to_owned(),
+    };
     let (mut last, mut links) = (0, 0);
     for include in Regex::new(r#"include_str!\("(.*\.md)"\)"#).unwrap().captures_iter(&modules) {
         let all = include.get(0).unwrap();
@@ -226,8 +235,13 @@ fn every_relative_link_of_a_page_is_redirected_in_the_documentation_of_its_modul
         let page = fs::read_to_string(root.join("src").join(&include[1])).unwrap();
         let found = inline.find(&page).map(|found| found.as_str());
         assert_eq!(found, None, "{}: write `[text][page]`, and define `page`", &include[1]);
+        let redirects: HashMap<&str, &str> =
+            redirect.captures_iter(redirected).map(|found| found.extract().1.into()).collect();
         for link in definition.captures_iter(&page) {
-            assert!(redirected.contains(&link[1]), "{}: {} in src/guide.rs", &include[1], &link[1]);
+            let (what, expected) = (format!("{}: {}", &include[1], &link[0]), target(&link[2]));
+            let found = redirects.get(&link[1]).unwrap_or_else(|| panic!("{what}: no redirect"));
+            let is_item = expected == "crate::" && found.starts_with(&expected);
+            assert!(is_item || *found == expected, "{what}: expected {expected}, got {found}");
             links += 1;
         }
     }

@@ -234,6 +234,10 @@ impl Engine for Mpi {
         self.control.groups()
     }
 
+    fn has_exact_sums(&self) -> bool {
+        true
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         reduce_by_exchange::all_reduce(self, tensor, op)
     }

@@ -48,7 +48,9 @@ impl Layout {
     /// with other parameters than the average.
     pub fn average<M: Module>(&self, average: M, model: &M, decay: f64) -> Result<M> {
         ensure_decay("decay", decay)?;
-        mixed(average, decay, ValuesByPath::of(model, self.world().rank()))
+        let remedy = "start with a clone of the model";
+        let values = ValuesByPath::of(model, ("the model", remedy), self.world().rank());
+        mixed(average, decay, values)
     }
 
     /// Returns the model with a function applied to the values of its float parameters, such as the
@@ -89,16 +91,21 @@ impl Layout {
 }
 
 fn map_elements<M: Module>(model: M, function: impl FnMut(&str, Tensor<1>) -> Tensor<1>) -> M {
-    let found = parameters::of(&model).into_iter();
-    let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
-    parameters::map(model, &mut Elementwise { owned: owned.collect(), function })
+    let owned = owned_in(&model);
+    parameters::map(model, &mut Elementwise { owned, function })
+}
+
+/// The paths of owned parameters, whose base has no values.
+fn owned_in<M: Module>(model: &M) -> HashSet<String> {
+    let found = parameters::of(model).into_iter();
+    found.filter(|found| found.placement.is_owned()).map(|found| found.path).collect()
 }
 
 /// The model with `share` of its own values and the rest of others.
 fn mixed<M: Module>(model: M, share: f64, mut others: ValuesByPath) -> Result<M> {
     let mut error = None;
-    let mixed = map_elements(model, |path, own| match others.take(path, &own) {
-        Ok(other) => mix(own, other, share),
+    let mixed = map_elements(model, |path, own| match others.check(path, &own) {
+        Ok(()) => mix(own, others.values.remove(path).expect("the values were checked"), share),
         Err(missing) => {
             error.get_or_insert(missing);
             own
@@ -134,9 +141,10 @@ fn mixed<M: Module>(model: M, share: f64, mut others: ValuesByPath) -> Result<M>
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 ///
-/// A checkpoint has one model, and not its average. To continue an average, save the model that
-/// [`mixed_into`](Self::mixed_into) returns for a whole one in float32 (Burn's `Module::cast`), and
-/// start again with it.
+/// All ranks have to make the same calls: a rank that adds a model alone has parts of another
+/// average than the others, which nothing finds. A checkpoint has one model, and not its average.
+/// To keep the average as well, save [`Layout::unshard`] of the model with it, in the types of its
+/// parameters.
 #[derive(Debug, Clone)]
 pub struct WeightAverage(ValuesByPath);
 
@@ -144,7 +152,8 @@ impl WeightAverage {
     /// Returns an average that has the weights of a model, which the layout divides. Waits for
     /// parameters of the last step that are on their way, so that all ranks make this call.
     pub fn new<M: Module>(layout: &Layout, model: &M) -> Self {
-        let mut average = ValuesByPath::of(model, layout.world().rank());
+        let rank = layout.world().rank();
+        let mut average = ValuesByPath::of(model, ("the average", START), rank);
         average.values.values_mut().for_each(|value| {
             // Not the tensors of the model, which the next step could then not write in place.
             *value = value.clone().cast(precise_dtype(value.dtype())).mul_scalar(1.0);
@@ -161,12 +170,19 @@ impl WeightAverage {
     /// with other parameters than the first one. The average then stays as it was.
     pub fn add<M: Module>(&mut self, model: &M, decay: f64) -> Result<()> {
         ensure_decay("decay", decay)?;
-        let mut added = ValuesByPath::of(model, self.0.rank);
-        let mixed = |(path, average): (&String, &Tensor<1>)| {
-            let value = added.take(path, average)?;
-            Ok((path.clone(), mix(average.clone(), value, decay)))
-        };
-        self.0.values = self.0.values.iter().map(mixed).collect::<Result<_>>()?;
+        let mut added = ValuesByPath::of(model, ("the model", START), self.0.rank);
+        for (path, value) in &added.values {
+            self.0.check(path, value)?;
+        }
+        for (path, average) in &self.0.values {
+            added.check(path, average)?;
+        }
+        for (path, average) in &mut self.0.values {
+            let value = added.values.remove(path).expect("both have the same paths");
+            // Moved out, so that there is one further average of a parameter, and not of all.
+            let old = std::mem::replace(average, value.clone());
+            *average = mix(old, value, decay);
+        }
         Ok(())
     }
 
@@ -187,12 +203,20 @@ impl WeightAverage {
     }
 }
 
-/// `share` of the first values and the rest of the second ones, computed at least in float32.
+/// The remedy for a model with other parameters than an average.
+const START: &str = "make an average of this model by `WeightAverage::new`";
+
+/// `share` of the first values and the rest of the second ones, computed at least in float32, on
+/// the device of the first ones.
 fn mix(first: Tensor<1>, second: Tensor<1>, share: f64) -> Tensor<1> {
     // Half precision would round the share as well: 0.999 is 1 in bfloat16.
     let precise = precise_dtype(first.dtype());
-    let [first, second] = [first, second].map(|values| values.cast(precise));
-    first.mul_scalar(share) + second.mul_scalar(1.0 - share)
+    let second = second.to_device(&first.device()).cast(precise);
+    // Zero times NaN is NaN: an average is wanted most where the model has one.
+    if share == 0.0 {
+        return second;
+    }
+    first.cast(precise).mul_scalar(share) + second.mul_scalar(1.0 - share)
 }
 
 struct Elementwise<F> {
@@ -227,31 +251,42 @@ impl<F: FnMut(&str, Tensor<1>) -> Tensor<1>> parameters::Map for Elementwise<F> 
 #[derive(Debug, Clone)]
 struct ValuesByPath {
     values: HashMap<String, Tensor<1>>,
+    /// The name of their owner in errors, and the remedy for values that it does not have.
+    named: (&'static str, &'static str),
     rank: usize,
 }
 
 impl ValuesByPath {
-    fn of<M: Module>(model: &M, rank: usize) -> Self {
-        let mut values = Self { values: HashMap::new(), rank };
-        parameters::visit(model, &mut values);
-        values
+    fn of<M: Module>(model: &M, named: (&'static str, &'static str), rank: usize) -> Self {
+        let mut read = ReadValues { owned: owned_in(model), values: HashMap::new() };
+        parameters::visit(model, &mut read);
+        Self { values: read.values, named, rank }
     }
 
-    /// Moves the values of a path out, which are as many as others.
-    fn take(&mut self, path: &str, like: &Tensor<1>) -> Result<Tensor<1>> {
-        let values = self.values.remove(path).filter(|values| values.dims() == like.dims());
-        values.ok_or_else(|| {
-            let reason = "the model does not have it in the shape of the average";
-            Error::parameter(path, self.rank, reason, "start with a clone of the model")
-        })
+    /// Fails unless there are values of a path, as many as others.
+    fn check(&self, path: &str, like: &Tensor<1>) -> Result<()> {
+        match self.values.get(path).is_some_and(|values| values.dims() == like.dims()) {
+            true => Ok(()),
+            false => {
+                let (what, remedy) = self.named;
+                let reason = format!("{what} does not have it in this shape");
+                Err(Error::parameter(path, self.rank, reason, remedy))
+            }
+        }
     }
 }
 
-impl Visit for ValuesByPath {
+struct ReadValues {
+    owned: HashSet<String>,
+    values: HashMap<String, Tensor<1>>,
+}
+
+impl Visit for ReadValues {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        self.values.insert(
-            parameters::path_with_parts(fields),
-            param.val().without_autodiff().reshape([-1]),
-        );
+        // To flatten a base would fill its memory.
+        if !self.owned.contains(&parameters::path(fields)) {
+            let values = param.val().without_autodiff().reshape([-1]);
+            self.values.insert(parameters::path_with_parts(fields), values);
+        }
     }
 }

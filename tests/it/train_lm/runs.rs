@@ -191,7 +191,7 @@ fn audits_and_states_on_the_host_change_no_loss() {
         ("--ranks 2 --audit-every 1 --owned dp", "leave --owned, --rows, --overlap"),
         ("--ranks 2 --audit-every 1 --in-flight-mb 1", "with --audit-every; leave one"),
         ("--ranks 1 --audit-every 1", "audit_every"),
-        ("--ranks 2 --bucket-mb 0", "bucket_mb"),
+        ("--ranks 2 --bucket-mb 0", "a positive number"),
     ] {
         rejected(folder.path(), &flags.replace("--ranks 2", unseen), problem);
     }

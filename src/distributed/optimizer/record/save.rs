@@ -224,18 +224,27 @@ pub fn collect(
 /// after the other.
 fn unpack(parameters: Vec<HeldValues>, buffer: Vec<Tensor<1>>) -> Read {
     let dtype = buffer[0].dtype();
-    let mut buffer: Vec<Bytes> =
-        buffer.into_iter().map(|part| part.into_data().into_parts().0).collect();
-    let size = dtype.size();
-    // The buffer of a single parameter is passed on without a copy: such a bucket can be the
-    // largest.
-    if let ([held], [part]) = (&parameters[..], &buffer[..])
+    let (size, elements) = (dtype.size(), buffer.iter().map(|part| part.dims()[0]).sum::<usize>());
+    let filled = buffer.into_iter().filter(|part| part.dims() != [0]);
+    let mut parts = filled.map(|part| part.into_data().into_parts().0);
+    // The buffer of a single parameter can be the largest: in one tensor, it is passed on without a
+    // copy, and of several, one after the other is copied.
+    if let [held] = &parameters[..]
         && are_in_order(&held.segments)
-        && held.count() * size == part.len()
+        && held.count() == elements
     {
-        let data = TensorData::from_bytes(buffer.remove(0), held.shape(), dtype);
-        return Box::new(iter::once(data));
+        let first = parts.next().unwrap_or_else(|| Bytes::from_bytes_vec(vec![]));
+        let bytes = match first.len() == elements * size {
+            true => first,
+            false => {
+                let mut all = Vec::with_capacity(elements * size);
+                iter::once(first).chain(parts).for_each(|part| all.extend_from_slice(&part));
+                Bytes::from_bytes_vec(all)
+            }
+        };
+        return Box::new(iter::once(TensorData::from_bytes(bytes, held.shape(), dtype)));
     }
+    let buffer: Vec<Bytes> = parts.collect();
     Box::new(parameters.into_iter().map(move |held| {
         let mut values = Vec::with_capacity(held.count() * size);
         for InBuffer { start, len, .. } in &held.segments {
