@@ -9,7 +9,7 @@ use distmuon::checkpoint::{self, Checkpointed};
 use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, Publish, RankMemory,
-    StatesOn,
+    StatesOn, WeightAverage,
 };
 use distmuon::link::{GraphOrder, Link};
 use distmuon::parallel::{RowEmbedding, exchange};
@@ -1127,8 +1127,9 @@ fn tables_and_stacks_are_divided_and_loaded_one_by_one() {
     }
 }
 
-/// The bytes of an average of a divided model's weights, on all ranks.
-fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout) -> usize {
+/// The bytes of an average of a divided model's weights, on all ranks: of a clone of the model, or
+/// of one in float32.
+fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout, in_float32: bool) -> usize {
     let together = Barrier::new(ranks);
     let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
     let run = World::threads(vec![Device::default().autodiff(); ranks], |world| {
@@ -1136,14 +1137,19 @@ fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout) -> usize {
         let model = layout.shard(Stacked::new(world.device()))?;
         world.comm().barrier()?;
         let before = usage_of_ranks(&together);
-        let mut average = model.clone();
-        for _ in 0..3 {
-            average = layout.average(average, &model, 0.9)?;
+        let (mut average, mut exact) = (model.clone(), None);
+        if in_float32 {
+            let average = exact.insert(WeightAverage::new(&layout, &model));
+            (0..3).try_for_each(|_| average.add(&model, 0.9))?;
+        } else {
+            for _ in 0..3 {
+                average = layout.average(average, &model, 0.9)?;
+            }
+            average = layout.map_elements(average, |_, values| values.clamp(-0.5, 0.5));
         }
-        average = layout.map_elements(average, |_, values| values.clamp(-0.5, 0.5));
         world.comm().barrier()?;
         let after = usage_of_ranks(&together);
-        drop((average, model));
+        drop((average, exact, model));
         Ok::<_, Error>(after.saturating_sub(before))
     });
     run.unwrap()[0]
@@ -1155,11 +1161,12 @@ fn an_average_of_a_divided_model_takes_the_memory_of_its_parts() {
     if !is_on_host() {
         return;
     }
-    for (name, layout) in DIVISIONS {
-        of_an_average(2, layout); // libraries
+    let kinds = DIVISIONS.into_iter().flat_map(|division| [(division, false), (division, true)]);
+    for ((name, layout), in_float32) in kinds {
+        of_an_average(2, layout, in_float32); // libraries
         for ranks in [2, 4] {
-            let average = of_an_average(ranks, layout);
-            println!("{name}, {ranks} ranks: {average} bytes");
+            let average = of_an_average(ranks, layout, in_float32);
+            println!("{name}, {ranks} ranks, in float32: {in_float32}: {average} bytes");
             // A table, a stack, and a layer that cuts leave on every rank.
             let replicas = if name == ON_NODES { 2 } else { 1 };
             let most = replicas * (8 << 20) + ranks * (1 << 20) + SCRATCH;
