@@ -133,10 +133,14 @@ impl Sharding {
     pub fn is_shared(&self) -> bool {
         let is_planned =
             self.balancing.is_some() || self.costs.is_some() || self.bucket_mb.is_some();
-        let is_divided = self.is_divided() || self.slices() > 1 || self.parts() > 1;
         let overlaps = self.overlap == Some(true) || self.in_flight_mb.is_some();
         let is_special = self.states_on == StatesPlace::Host || self.audit_every > 0;
-        is_planned || is_divided || overlaps || is_special
+        is_planned || self.is_in_parts() || overlaps || is_special
+    }
+
+    /// Returns `true` if ranks have parts of parameters, slices or parts of the experts.
+    fn is_in_parts(&self) -> bool {
+        self.is_divided() || self.slices() > 1 || self.parts() > 1
     }
 
     /// Returns `true` if gradients and parameters are sent during the passes.
@@ -156,9 +160,8 @@ impl Sharding {
             self.ahead_mb.is_none() || self.is_divided(),
             "--ahead-mb limits what --owned and --rows gather; give one of them, or leave it out"
         );
-        let is_whole = !self.is_divided() && self.slices() == 1 && self.parts() == 1;
         ensure!(
-            self.audit_every == 0 || is_whole && self.overlap != Some(true),
+            self.audit_every == 0 || !self.is_in_parts() && self.overlap != Some(true),
             "--audit-every compares parameters that every rank has whole, with their gradients; \
              leave --owned, --rows, --overlap and the axes tp and ep out"
         );

@@ -6,7 +6,7 @@ use std::time::Duration;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::validate::CheckedCall;
-use super::{Engine, PairCounts, Pending, ReduceOp};
+use super::{Engine, PairCounts, Pending, PendingParts, ReduceOp};
 use crate::error::Result;
 
 /// The number of values of each of the two float32 in which a number is sent.
@@ -215,12 +215,7 @@ impl Communicator {
     /// Rank `root` receives the elements of all ranks, one rank after the other, in one tensor or
     /// in several: an engine that receives one from each rank leaves it to the caller to copy them
     /// to one place. The other ranks receive no tensor, or one without elements.
-    pub fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    pub fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let arguments = self.arguments("gather");
         arguments.dtype(&tensor)?;
         arguments.root(root)?;

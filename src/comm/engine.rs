@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::Tensor;
 
-use super::{PairCounts, Pending, ReduceOp};
+use super::{PairCounts, Pending, PendingParts, ReduceOp};
 use crate::error::Result;
 
 /// One rank's access to a group of ranks, as an engine implements it.
@@ -70,12 +70,7 @@ pub trait Engine: Debug + Send + Sync {
     fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending>;
 
     /// Implements [`Communicator::gather`](super::Communicator::gather).
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>>;
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts>;
 
     /// Implements [`Communicator::all_gather_bytes`](super::Communicator::all_gather_bytes).
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;

@@ -22,7 +22,7 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::counts::offsets;
-use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value_bytes};
+use super::{Communicator, Engine, PairCounts, Pending, PendingParts, ReduceOp, value_bytes};
 use crate::error::Result;
 use crate::flat;
 
@@ -254,12 +254,7 @@ impl Engine for Hierarchy {
         self.all.all_to_all(tensor, counts)
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         self.all.gather(tensor, counts, root)
     }
 

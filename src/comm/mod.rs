@@ -66,7 +66,7 @@ pub use mpi::Mpi;
 pub use nccl::{Buffer, CudaMemory, DeviceMemory, Order, StreamEvent};
 #[cfg(feature = "cuda")]
 pub use nccl::{Nccl, Reduction};
-pub use pending::Pending;
+pub use pending::{Pending, PendingParts};
 pub(crate) use rounds::named;
 pub use sum_over_ranks::ReduceOp;
 #[doc(hidden)] // `World::threads` makes it

@@ -28,6 +28,10 @@ pub struct Pending<T = Tensor<1>> {
     finish: Box<dyn FnOnce() -> Result<T> + Send>,
 }
 
+/// The result of a [`gather`](super::Communicator::gather): the elements of all ranks, one rank
+/// after the other, in one tensor or in several.
+pub type PendingParts = Pending<Vec<Tensor<1>>>;
+
 impl Pending {
     /// Returns a result that is already complete, as of an engine whose calls block.
     ///
@@ -44,7 +48,7 @@ impl Pending {
     }
 
     /// The same result as a list of one tensor.
-    pub(crate) fn in_one_tensor(self) -> Pending<Vec<Tensor<1>>> {
+    pub(crate) fn in_one_tensor(self) -> PendingParts {
         Pending::new(self.bytes, move || Ok(vec![self.wait()?]))
     }
 }

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::call::Call;
 use super::counts::offset;
 use super::thread_rounds::{Participant, ThreadRounds};
-use super::{Engine, PairCounts, Pending, ReduceOp, sum_over_ranks, value_bytes};
+use super::{Engine, PairCounts, Pending, PendingParts, ReduceOp, sum_over_ranks, value_bytes};
 use crate::error::{Error, Result};
 use crate::flat;
 use crate::host::is_on_host;
@@ -233,12 +233,7 @@ impl Engine for Threads {
         })
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let call = Call::gather(&tensor, counts, root);
         let dtype = tensor.dtype();
         let is_root = root == self.rank();

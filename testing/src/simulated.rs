@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::Tensor;
 use distmuon::Result;
-use distmuon::comm::{Engine, PairCounts, Pending, ReduceOp};
+use distmuon::comm::{Engine, PairCounts, Pending, PendingParts, ReduceOp};
 
 /// Rank 0 of a group whose other ranks send zeros, and nothing where they may choose.
 #[derive(Debug, Clone)]
@@ -79,12 +79,7 @@ impl Engine for Simulated {
         Ok(self.call(&tensor, sent.len() + received.len(), received.iter().sum()))
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let received = if root == 0 { counts.iter().sum() } else { 0 };
         let gathered = self.call(&tensor, counts.len(), received).wait()?;
         Ok(Pending::new(0, move || Ok(vec![gathered])))

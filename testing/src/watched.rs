@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use burn::tensor::Tensor;
 use distmuon::Result;
-use distmuon::comm::{Communicator, Engine, PairCounts, Pending, ReduceOp, World};
+use distmuon::comm::{Communicator, Engine, PairCounts, Pending, PendingParts, ReduceOp, World};
 
 use crate::worlds;
 
@@ -226,12 +226,7 @@ impl Engine for Watched {
         self.inner.all_gather_bytes(bytes)
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let bytes = if root == self.rank() { 0 } else { tensor.dims()[0] * tensor.dtype().size() };
         self.started("gather", bytes, |inner| inner.gather(tensor, counts, root))
     }

@@ -23,7 +23,7 @@ use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
 use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
-use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
+use super::{Engine, Launch, PairCounts, Pending, PendingParts, ReduceOp};
 use crate::error::{Error, Result};
 use crate::flat;
 use call::{Arguments, StartedCall, layout};
@@ -301,12 +301,7 @@ impl Engine for Mpi {
         self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let call = Call::gather(&tensor, counts, root);
         let sent = counts[self.rank()];
         assert_fits(&tensor, sent, [counts], self.size());

@@ -28,7 +28,7 @@ use super::control::{Endpoint, random_secret};
 use super::counts::offsets;
 use super::reduce_by_exchange::{self, MovesParts};
 use super::validate::assert_fits;
-use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
+use super::{Engine, Launch, PairCounts, Pending, PendingParts, ReduceOp};
 use crate::error::Result;
 use crate::flat;
 use call::Shared;
@@ -359,12 +359,7 @@ impl Engine for Nccl {
         self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
-    fn gather(
-        &self,
-        tensor: Tensor<1>,
-        counts: &[usize],
-        root: usize,
-    ) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<PendingParts> {
         let (rank, size) = (self.rank(), self.size());
         // An exchange in which only the root receives: parts may be uneven.
         let call = Call::gather(&tensor, counts, root);

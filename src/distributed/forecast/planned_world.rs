@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::{Device, Tensor};
 
-use crate::comm::{Engine, PairCounts, Pending, ReduceOp, World};
+use crate::comm::{Engine, PairCounts, Pending, PendingParts, ReduceOp, World};
 use crate::error::{Error, Result};
 
 /// One of several ranks, the others of which agree to whatever it gives.
@@ -94,7 +94,7 @@ impl Engine for Planned {
         Self::nothing_to_exchange()
     }
 
-    fn gather(&self, _: Tensor<1>, _: &[usize], _: usize) -> Result<Pending<Vec<Tensor<1>>>> {
+    fn gather(&self, _: Tensor<1>, _: &[usize], _: usize) -> Result<PendingParts> {
         Self::nothing_to_exchange()
     }
 
