@@ -48,7 +48,7 @@ WIDTHS = [64, 128, 256, 512]
 # The largest width takes sixteen times as long as the default one.
 STEPS_OF_WIDTHS = 100
 # About seven minutes each.
-LONG = ["adamw", BASELINE, "muon", "nanochat", "modded-nanogpt"]
+LONG = ["adamw", BASELINE, "muon", "nanochat", "modded-nanogpt", "momentum 0.95"]
 LONG_STEPS = 2000
 LONG_SEEDS = [1, 2]
 
@@ -118,13 +118,41 @@ def ema_nesterov(steps):
     return {"parts": [part("EmaNesterov", decay=0.99, lookahead=lookahead)]}
 
 
+def cool_down(steps):
+    """The defaults' momentum, which falls back over the last sixth of the run."""
+    fall = steps // 6
+    rise = linear(0.85, (steps - fall, 0.85 + 0.1 * (steps - fall) / STEPS), (fall, 0.85))
+    return {"momentum": {"momentum": rise}}
+
+
+def tail_average(steps):
+    """The share and, for this number of steps, the reach of the record's."""
+    return ["--average", f"from={4 * steps // 5},span={steps // 20},share=0.6"]
+
+
+def coefficients(coefficients, **fields):
+    return {"newton_schulz": {"coefficients": coefficients} | fields}
+
+
+CUSHIONED = {"PolarExpressFor": {"lower": 1e-3, "cushion": 0.02, "safety": 1.02}}
+
 # The defaults with other settings.
 PARTS = {
     "momentum 0.95": {"momentum": {"momentum": constant(0.95)}},
     "momentum 0.9": {"momentum": {"momentum": constant(0.9)}},
     "six steps, Schatten-4": {"newton_schulz": {"steps": 6, "normalization": "Schatten4"}},
+    "cushioned set": coefficients("PolarExpressCushioned"),
+    "cushioned, six steps, Schatten-4": coefficients(
+        CUSHIONED, steps=6, normalization="Schatten4"
+    ),
+    "You's set": coefficients("You"),
+    "momentum cool-down": cool_down,
+    "tail average": tail_average,
     "cautious decay": decay("Cautious", 0.1),
     "NorMuon": {"parts": [NORMUON]},
+    "NorMuon by outputs": {
+        "parts": [part("NorMuon", beta_2=0.95, epsilon=1e-10, averaged="Inputs")]
+    },
     "AdaMuon": {
         "parts": [
             part("Sign"),
@@ -132,12 +160,13 @@ PARTS = {
             part("Renormalization", target={"Rms": 0.2}),
         ],
         "lr_scale": "None",
+        "momentum": CONSTANT,
     },
     "MARS-M": {"parts": [part("Mars", gamma=0.025)], "momentum": CONSTANT},
     "NAMO": {"parts": [part("Namo", **NAMO)]} | OF_NAMO,
     "NAMO-D": {"parts": [part("Namo", **(NAMO | {"per_input": 0.75}))]} | OF_NAMO,
     "Muown": {"parts": [part("Muown", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.0)]}
-    | {"momentum": {"nesterov": False}}
+    | {"momentum": CONSTANT}
     | decay("Decoupled", 0.0),
     "EMA-Nesterov": ema_nesterov,
     "K-Maxwell": {
@@ -150,7 +179,16 @@ PARTS = {
         "parts": [part("RelativeUpdate", least=0.3825, most=None, to="Outputs")]
     }
     | decay("CautiousAfter", 0.1),
+    "update as large as its parameter": {
+        "parts": [part("RelativeUpdate", least=1.0, most=1.0, to="Matrix")],
+        "lr_scale": "None",
+    }
+    | decay("Decoupled", 0.0),
     "row equilibration": {"parts": [part("RowEquilibration")]},
+    "column equilibration": {"parts": [part("ColumnEquilibration")]},
+    "renormalization": {"parts": [part("Renormalization", target="Orthogonal")]},
+    # All matrices of the blocks.
+    "SOAP": lambda steps: ["--soap", r"^blocks.*weight$"],
 }
 ENTRIES |= {name: (changes, 8e-3, STEPS) for name, changes in PARTS.items()}
 # A floor that acts: updates of the defaults are larger.
@@ -408,7 +446,7 @@ def of_long():
             losses = [f"{long_run((name, seed)):.4f}" for seed in LONG_SEEDS]
         except Missing:
             continue
-        body.append([f"`{name}`", rate, *losses])
+        body.append([f"`{name}`" if name in NAMES else name, rate, *losses])
     return table(["entry", "rate", *(f"seed {seed}" for seed in LONG_SEEDS)], body)
 
 

@@ -16,10 +16,10 @@ use cubecl::config::memory::MemoryLogLevel;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::comm::World;
+use distmuon::custom::Soap;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{Error, MuonConfig, RoutingRule};
-use distmuon_testing::soap::Soap;
 use distmuon_testing::{empty_operations, excused};
 
 /// Uploads, including those of launch parameters that occur for the first time.

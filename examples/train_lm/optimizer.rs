@@ -273,6 +273,14 @@ impl Optim {
         }
     }
 
+    /// The layout of the model.
+    pub fn layout(&self, world: &World) -> Layout {
+        match self {
+            Self::Single(..) => Layout::from(world),
+            Self::Dist(_, layout) => (**layout).clone(),
+        }
+    }
+
     /// The ranks that train on different data.
     pub fn data<'a>(&'a self, world: &'a World) -> &'a World {
         match self {

@@ -10,10 +10,12 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Arg, Args, Command, ValueEnum};
 use distmuon::comm::World;
+use distmuon::custom::SoapConfig;
 use distmuon::{Dial, MasterWeights, MuonConfig, Recipe, RoutingRule, StateDtype, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
+use super::average::{Averaging, averaging};
 use super::data::{Corpus, files};
 use super::model::GptConfig;
 use super::optimizer::{Contender, OptimizerName, recipe_values};
@@ -123,6 +125,18 @@ pub struct Settings {
     #[arg(long, value_name = "TAU", value_parser = positive, help_heading = "Optimizer")]
     #[serde(default)]
     pub qk_clip: Option<f64>,
+    /// Parameters that SOAP updates instead of muon: a pattern of their paths.
+    #[arg(long, value_name = "PATTERN", help_heading = "Optimizer")]
+    #[serde(default)]
+    pub soap: Option<String>,
+    /// Validates with an average of the weights over the last steps.
+    ///
+    /// As in from=200,span=50,share=0.6: after step 200, with a decay of
+    ///
+    /// 1 - 1/50, and 0.4 of the weights themselves. Checkpoints have these.
+    #[arg(long, value_name = "from=STEP,..", value_parser = averaging, help_heading = "Optimizer")]
+    #[serde(default)]
+    pub average: Option<Averaging>,
     /// Steps of training. A resumed run can be given more of them.
     #[arg(long, default_value_t = 300, value_parser = at_least_one, help_heading = "Optimizer")]
     pub steps: usize,
@@ -268,23 +282,28 @@ impl Settings {
         let muon = by_heads.into_iter().fold(muon, MuonConfig::with_rule);
         let muon = muon.with_state_dtype(self.states.dtype());
         let muon = muon.with_master_weights(self.master_weights());
-        match &self.settings {
-            Some(changes) => changed(&muon, changes),
-            None => Ok(muon),
-        }
+        let muon = match &self.settings {
+            Some(changes) => changed(&muon, changes)?,
+            None => muon,
+        };
+        let Some(pattern) = &self.soap else { return Ok(muon) };
+        let soap = SoapConfig::new().init()?;
+        let rule = RoutingRule::custom(pattern.as_str(), "soap");
+        Ok(muon.with_layer_optimizer("soap", soap).with_rule(rule))
     }
 
     /// Fails for settings of Muon that no run has, or that one of them can't have.
     pub fn check_muon(&self, runs: &[Contender]) -> Result<()> {
         let is_muon = |run: &&Contender| run.optimizer.single() == OptimizerName::Muon;
         let of_muon: Vec<_> = runs.iter().filter(is_muon).collect();
+        let option = if self.soap.is_some() { "--soap" } else { "--settings" };
         ensure!(
-            self.settings.is_none() || !of_muon.is_empty(),
-            "--settings has settings of muon, dist-muon and recipes; use or compare one of them"
+            self.soap.is_none() && self.settings.is_none() || !of_muon.is_empty(),
+            "{option} is for muon, dist-muon and recipes; use or compare one of them"
         );
         of_muon.into_iter().try_for_each(|run| {
             let built = self.muon(run.recipe).and_then(|muon| Ok(muon.try_build()?));
-            built.map(drop).with_context(|| format!("--settings for {}", run.name()))
+            built.map(drop).with_context(|| format!("{option} for {}", run.name()))
         })
     }
 

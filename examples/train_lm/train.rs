@@ -15,11 +15,12 @@ use distmuon::account::Account;
 use distmuon::certificate::Certificate;
 use distmuon::checkpoint::Saver;
 use distmuon::comm::World;
-use distmuon::distributed::GroupDiagnostics;
+use distmuon::distributed::{GroupDiagnostics, WeightAverage};
 use distmuon::qk_clip::ClippedHeads;
 use distmuon::{MaxLogits, QkClip};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
+use super::average::Averaging;
 use super::data::{Corpus, Draw, Split};
 use super::display::Display;
 use super::model::{Gpt, GptConfig};
@@ -81,6 +82,7 @@ struct Training<'a> {
     model: Gpt,
     optim: Optim,
     clip: Option<QkClip>,
+    average: Option<WeightAverage>,
     /// Steps of this run, and their norms.
     norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     progress: Progress,
@@ -92,6 +94,16 @@ struct Training<'a> {
 }
 
 impl Training<'_> {
+    /// The model that is validated: with the average of its weights, if one has begun.
+    fn validated(&self) -> Result<Gpt> {
+        match (&self.average, self.progress.settings.average) {
+            (Some(average), Some(Averaging { share, .. })) => {
+                Ok(average.mixed_into(self.model.clone(), share)?)
+            }
+            _ => Ok(self.model.clone()),
+        }
+    }
+
     /// Takes a step, and clips the heads of attention whose logits were above the threshold, on all
     /// ranks.
     fn step(
@@ -177,10 +189,11 @@ impl Run<'_> {
         let display = || Display::new(&name, self.plan.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
         let certificate = self.certificate(world, &model, &optim, &progress)?;
-        let training = Training {
+        let mut training = Training {
             model,
             optim,
             clip: clip.transpose()?,
+            average: None,
             norms: vec![],
             progress,
             clock: Clock::default(),
@@ -188,7 +201,15 @@ impl Run<'_> {
             certificate,
             display,
         };
+        self.average(world, &mut training)?;
         self.finish(world, self.steps(world, training)?)
+    }
+
+    /// Adds the weights to their average, if one is wanted. All ranks make this call.
+    fn average(&self, world: &World, training: &mut Training) -> Result<()> {
+        let Some(averaging) = self.settings.average else { return Ok(()) };
+        let Training { model, optim, average, progress, .. } = training;
+        averaging.add(average, &optim.layout(world), model, progress.step)
     }
 
     /// Starts the certificate of a run, or continues that of the run that is resumed. All ranks
@@ -273,6 +294,7 @@ impl Run<'_> {
             training.clock.count(start, optimizer_start);
             training.progress.step += 1;
 
+            self.average(world, &mut training)?;
             self.certify(&mut training)?;
             let step = training.progress.step;
             let (account, norms) = (training.optim.account()?, training.optim.diagnostics()?);
@@ -317,7 +339,7 @@ impl Run<'_> {
         };
         // The last checkpoint is complete before anything says so.
         training.saver.wait()?;
-        let whole = training.optim.whole(&training.model)?;
+        let whole = training.optim.whole(&training.validated()?)?;
         if let Some(display) = &training.display {
             display.end(step, if stopped.is_some() { "stopped" } else { "finished" })?;
             self.epilogue(world, &training.optim, &whole)?;
@@ -398,7 +420,7 @@ impl Run<'_> {
 
     /// Reports skipped steps, validates and saves, if one of these is due.
     fn after_step(&self, world: &World, training: &mut Training) -> Result<()> {
-        let Training { model, optim, progress, display, .. } = training;
+        let Training { optim, progress, display, .. } = training;
         let step = progress.step;
         let validates = is_due(step, self.options.eval_every) || step == self.settings.steps;
         if !validates && !is_due(step, LINE_EVERY) {
@@ -411,7 +433,9 @@ impl Run<'_> {
         if !validates {
             return Ok(());
         }
-        self.validate((world, optim.data(world)), model, progress, display.as_ref())?;
+        let model = training.validated()?;
+        let Training { optim, progress, display, .. } = training;
+        self.validate((world, optim.data(world)), &model, progress, display.as_ref())?;
         let Some(path) = self.options.checkpoint() else { return Ok(()) };
         self.write_certificate(training)?;
         let Training { model, optim, progress, saver, .. } = training;

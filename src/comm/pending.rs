@@ -47,8 +47,17 @@ impl Pending {
         Self::new(flat::bytes(&tensor), move || Ok(tensor))
     }
 
-    /// The same result as a list of one tensor.
-    pub(crate) fn in_one_tensor(self) -> PendingParts {
+    /// Returns the same result as a list of one tensor, for an engine that gathers into one.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::comm::Pending;
+    ///
+    /// let gathered = Pending::ready(Tensor::<1>::ones([4], &Device::default()));
+    /// assert_eq!(gathered.in_one_tensor().wait()?.len(), 1);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn in_one_tensor(self) -> PendingParts {
         Pending::new(self.bytes, move || Ok(vec![self.wait()?]))
     }
 }

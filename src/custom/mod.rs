@@ -61,6 +61,7 @@
 //! `ModuleOptimizer` reads them in the other type.
 
 mod optimizer;
+mod soap;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -73,6 +74,7 @@ use crate::error::{Error, Result};
 use crate::update::WholeOptimizer;
 pub use crate::update::{LayerOptimizer, Rejected};
 pub(crate) use optimizer::Whole;
+pub use soap::{Soap, SoapConfig, SoapState};
 
 /// Optimizers by the names that [`RoutingRule::custom`](crate::RoutingRule::custom) gives them.
 ///

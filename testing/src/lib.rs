@@ -8,7 +8,6 @@
 //! - [`device`]: properties of the default device;
 //! - [`empty_operations`]: operations without elements, which fusion must not see;
 //! - [`worlds`]: the same case on every engine;
-//! - [`soap`]: an optimizer of the user's that needs whole matrices;
 //! - [`simulated`]: a rank among many that are not there;
 //! - [`watched`]: an engine that reports the calls of another one;
 //! - `host`, with feature `cuda`: the engine `nccl` over a library that needs no GPU;
@@ -28,7 +27,6 @@ pub mod precision;
 mod profile;
 pub mod references;
 pub mod simulated;
-pub mod soap;
 pub mod watched;
 pub mod worlds;
 

@@ -8,11 +8,10 @@ use std::{env, fs};
 
 use burn::optim::{AdafactorConfig, LearningRate, Optimizer};
 use burn::tensor::{Device, Tensor};
-use distmuon::custom::{LayerOptimizer, Rejected};
+use distmuon::custom::{LayerOptimizer, Rejected, Soap, SoapConfig, SoapState};
 use distmuon::distributed::plan::{Balancing, Costs};
 use distmuon::distributed::{Axis, CostSource, DistMuonConfig, Layout, Mesh};
 use distmuon::{Error, MuonConfig, RoutingRule};
-use distmuon_testing::soap::{Soap, SoapState};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::cuts::{Cutting, loss, slices};
@@ -37,7 +36,9 @@ pub const IN_PROCESS: &[Case] = cases![
 /// SOAP for matrices and a vector. Muon and AdamW update the others.
 fn muon() -> MuonConfig {
     let rule = RoutingRule::custom(r"embedding|head|^wide|square\.[01]|norm\.gamma", "soap");
-    config().muon.with_layer_optimizer("soap", Soap::default()).with_rule(rule)
+    // Refreshed in steps that are rejected, and between two files.
+    let soap = SoapConfig::new().with_refresh_every(2).init().expect("the settings are right");
+    config().muon.with_layer_optimizer("soap", soap).with_rule(rule)
 }
 
 fn soap() -> DistMuonConfig {
@@ -274,7 +275,8 @@ fn planned(config: &DistMuonConfig, count: usize) -> (Costs, Vec<f64>) {
 
 fn the_operations_of_a_layer_optimizer_balance_the_ranks() {
     let (costs, loads) = planned(&soap(), 3);
-    let operations = |shape: &[usize]| Some(Soap::default().operations(shape));
+    let of_layers = SoapConfig::new().with_refresh_every(2).init().unwrap();
+    let operations = |shape: &[usize]| Some(of_layers.operations(shape));
     assert_eq!(costs.of_whole("head.weight"), operations(&[21, 37]));
     assert_eq!(costs.of_whole("norm.gamma"), operations(&[21]));
     assert_eq!(costs.of_whole("tall.weight"), None, "Muon's matrices have a cost by their shape");

@@ -6,13 +6,13 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, Int, Tensor, activation::relu};
 use distmuon::comm::World;
+use distmuon::custom::Soap;
 use distmuon::distributed::{
     Axis, CostSource, DistMuonConfig, GradDtype, Layout, Links, MemoryReport, Mesh, Place, Publish,
     RankMemory, TimeAssumptions,
 };
 use distmuon::{Error, MasterWeights, MuonConfig, RoutingRule, StateDtype};
 use distmuon_testing::models::{Fixed, Layers};
-use distmuon_testing::soap::Soap;
 
 /// A model with parameters of all kinds, some of which no number of ranks divides.
 #[derive(Module, Debug)]

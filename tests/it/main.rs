@@ -35,6 +35,7 @@ mod routing;
 mod rule_settings;
 mod saver;
 mod skipped_tests;
+mod soap;
 mod split;
 mod start;
 mod states_on_host;

@@ -7,6 +7,7 @@ use std::path::Path;
 
 use burn::optim::AdamConfig;
 use burn::tensor::{DType, Device, FloatDType};
+use distmuon::custom::Soap;
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, Layout, MemoryReport, Mesh, Place, StatesOn,
 };
@@ -18,7 +19,6 @@ use distmuon::{
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Layers, weights};
 use distmuon_testing::precision::{LR, Net, config, dist, gradients, has};
-use distmuon_testing::soap::Soap;
 
 fn device() -> Device {
     Device::default().autodiff()

@@ -9,10 +9,10 @@ use burn::tensor::{DType, Tensor};
 use burn_pack::Reader;
 use distmuon::checkpoint::{self, Difference, Saver};
 use distmuon::comm::World;
+use distmuon::custom::Soap;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{DistModuleOptimizer, MuonConfig, Result, RoutingRule, SkippedSteps};
 use distmuon_testing::naive;
-use distmuon_testing::soap::Soap;
 
 use super::model::Net;
 

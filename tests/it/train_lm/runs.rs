@@ -425,6 +425,64 @@ fn recipes_bring_their_clip_and_their_iteration() {
     }
 }
 
+/// Ranks add gradients up in another order than one.
+fn assert_near(losses: &[f64], expected: &[f64]) {
+    assert_eq!(losses.len(), expected.len());
+    for (loss, expected) in losses.iter().zip(expected) {
+        assert!((loss - expected).abs() < 1e-3, "{losses:?} for {expected}");
+    }
+}
+
+#[test]
+fn soap_trains_the_parameters_of_a_pattern_on_any_ranks() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 4 --eval-every 2 --sample 0 --soap mlp";
+    let run = |name: &str, more: &str| {
+        succeed(folder.path(), &format!("{flags} --account --log {name} {more}"));
+        let log = log(&folder.path().join(name));
+        let account = log.iter().find_map(|line| line.get("account")).expect("an account");
+        assert!(account.to_string().contains("soap"), "{account}");
+        per_step(&log, "validation_loss")
+    };
+    let losses = run("one.jsonl", "--save run.bpk");
+    let of_ranks = run("two.jsonl", "--ranks 2");
+    assert_near(&of_ranks, &losses);
+    assert_eq!(of_ranks, run("rows.jsonl", "--ranks 2 --rows dp"));
+    succeed(folder.path(), "--resume run.bpk --steps 5 --sample 0");
+    rejected(folder.path(), "--resume run.bpk --soap head", "--soap head (saved: mlp)");
+}
+
+/// An average over one step is the weights themselves, and none changes the training.
+#[test]
+fn averages_are_validated_on_any_ranks_and_train_nothing() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 6 --eval-every 2 --sample 0";
+    let run = |name: &str, more: &str| {
+        succeed(folder.path(), &format!("{flags} --log {name}{more}"));
+        let log = log(&folder.path().join(name));
+        (per_step(&log, "loss"), per_step(&log, "validation_loss"))
+    };
+    let (losses, validated) = run("plain.jsonl", "");
+    let average = " --average from=2,span=3";
+    assert_eq!(run("last.jsonl", " --average from=2,span=1"), (losses.clone(), validated.clone()));
+    let averaged = run("averaged.jsonl", &format!("{average} --save run.bpk"));
+    assert_eq!(averaged.0, losses);
+    assert_eq!(averaged.1[0], validated[0], "an average begins as the weights after step 2");
+    assert_ne!(averaged.1[1..], validated[1..]);
+    assert_ne!(averaged.1, run("share.jsonl", &format!("{average},share=0.5")).1);
+    let of_ranks = run("ranks.jsonl", &format!("{average} --ranks 2"));
+    assert_near(&of_ranks.1, &averaged.1);
+    assert_eq!(of_ranks, run("owned.jsonl", &format!("{average} --ranks 2 --owned dp")));
+    // A run that continues where the average begins has the whole of it.
+    let flags = flags.replace("--steps 6", "--steps 2");
+    succeed(folder.path(), &format!("{flags} --average from=1,span=3 --save short.bpk"));
+    rejected(
+        folder.path(),
+        "--resume short.bpk --steps 6",
+        "saved after step 2, without the average of --average, which began after step 1",
+    );
+}
+
 /// In four layers with four heads each.
 #[test]
 fn recipes_orthogonalise_projections_by_their_blocks_of_heads() {
