@@ -11,6 +11,8 @@
 //! `peers/torch_gpu.py` prints the same for PyTorch. With the first argument `train_lm`, the
 //! program runs that example with the other arguments, and again with those after `then`.
 
+#[cfg(feature = "cuda")]
+mod bytes;
 mod common;
 #[cfg(feature = "cuda")]
 #[allow(dead_code)] // tests need more of it

@@ -19,6 +19,7 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::{Error, IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, RoutingRule};
 
+use crate::bytes::{self, Traffic};
 use crate::common::Matrices;
 use crate::driver::StandIn;
 use crate::train_lm::model::{Gpt, GptConfig};
@@ -28,34 +29,68 @@ const WARM_UP: usize = 4;
 const STEPS: usize = 8;
 /// Checks of a type, of which the stand-in passes most.
 const ATTEMPTS: usize = 100;
-/// Parameters of a model that is also updated a parameter at a time, which takes seconds a step for
-/// a thousand.
-const MOST_ONE_BY_ONE: usize = 100;
 
 /// A model of matrices, and the most that a step may ask of the driver.
 struct Model {
     name: &'static str,
     shapes: Vec<[usize; 2]>,
-    /// Launches of Muon and of AdamW, for the whole model. A batch or a bucket has a number of its
+    /// Limits of each of the [`optimizers`]. A batch or a bucket has a number of launches of its
     /// own, whatever the number of its matrices.
-    most_launches: [usize; 2],
-    /// The same a parameter at a time.
-    most_one_by_one: [usize; 2],
+    most: [Limits; 4],
 }
+
+/// The most launches of a step, and the most tasks of fusion's thread.
+#[derive(Clone, Copy)]
+struct Limits {
+    whole: [usize; 2],
+    /// A parameter at a time, with the tasks of one; `None` for steps that take seconds.
+    one_by_one: Option<[usize; 2]>,
+}
+
+/// The optimizers whose steps are counted. In float32 there are no native kernels, which are
+/// recorded in any case.
+fn optimizers() -> [(&'static str, MuonConfig); 4] {
+    let float32 = |graphs| {
+        let iteration = NewtonSchulzConfig::new().with_dtype(IterationDtype::F32);
+        MuonConfig::new().with_newton_schulz(iteration.with_graphs(graphs))
+    };
+    [
+        ("Muon", MuonConfig::new()),
+        (FLOAT32, float32(false)),
+        (RECORDED, float32(true)),
+        ("AdamW", MuonConfig::new().with_rule(RoutingRule::adamw(".*"))),
+    ]
+}
+
+const FLOAT32: &str = "Muon, float32";
+const RECORDED: &str = "Muon, float32, recorded";
 
 /// Waits of a step of a whole model: the bench flushes the device once.
 const MOST_WAITS: usize = 1;
-
-/// Tasks of fusion's thread in a step of Muon and of AdamW for a whole model, whatever the number
-/// of its parameters.
-const MOST_TASKS: [usize; 2] = [45, 20];
 
 /// Launches of a step of Muon for the 123 parameters of `train_lm --preset gpt2`, by their type. In
 /// bfloat16, master weights are read and rounded, batch by batch.
 const MOST_OF_TRAINING: [(DType, usize); 2] = [(DType::F32, 120), (DType::BF16, 175)];
 
+/// The passes around the products, and the bytes that each reads and writes of an element, of
+/// parameters in float32 that are iterated in half precision.
+const PASSES_OF_MUON: &[(&str, usize)] = &[
+    (bytes::GRADIENTS_ARE_FINITE, 4),
+    // Gradient and momentum; momentum and what is orthogonalised.
+    (bytes::MOMENTUM, 16),
+    (bytes::NORMALIZE, 6),
+    (bytes::DIRECTIONS_ARE_FINITE, 2),
+    // Direction and parameter; parameter.
+    (bytes::APPLY, 10),
+];
+/// The same of AdamW: gradient, parameter and two moments; the latter three.
+const PASSES_OF_ADAMW: &[(&str, usize)] = &[(bytes::GRADIENTS_ARE_FINITE, 4), (bytes::ADAMW, 28)];
+
+/// The same for AdamW, in both types.
+const MOST_OF_TRAINING_BY_ADAMW: usize = 75;
+
 /// Runs all models. Fails if a step launches more kernels than its limit, or asks for memory, or if
-/// one of a whole model waits, or has too many tasks of fusion.
+/// one of a whole model waits, has too many tasks of fusion, or moves other bytes than it should.
 pub fn run(device: &Device) -> anyhow::Result<()> {
     let stand_in = StandIn::loaded();
     println!("\n## The host's part of a step, on a driver whose kernels do nothing\n");
@@ -68,14 +103,22 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
         Model {
             name: "GPT-2 small",
             shapes: layer.repeat(12),
-            most_launches: [110, 36],
-            most_one_by_one: [440, 220],
+            most: [
+                Limits { whole: [100, 45], one_by_one: Some([440, 13]) },
+                Limits { whole: [340, 45], one_by_one: Some([5300, 13]) },
+                Limits { whole: [340, 45], one_by_one: Some([600, 20]) },
+                Limits { whole: [24, 20], one_by_one: Some([220, 8]) },
+            ],
         },
         Model {
             name: "1,200 of 16 x 16",
             shapes: vec![[16, 16]; 1200],
-            most_launches: [100, 58],
-            most_one_by_one: [usize::MAX; 2],
+            most: [
+                Limits { whole: [88, 45], one_by_one: None },
+                Limits { whole: [116, 45], one_by_one: None },
+                Limits { whole: [76, 45], one_by_one: None },
+                Limits { whole: [48, 20], one_by_one: Some([3700, 8]) },
+            ],
         },
     ];
     verify_native_kernels(device)?;
@@ -84,6 +127,7 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
         model.run(device, &stand_in, &mut problems)?;
     }
     train(device, &stand_in, &mut problems)?;
+    bytes(device, &stand_in, &models[0], &mut problems)?;
     ensure!(problems.is_empty(), "{}", problems.join("; "));
     Ok(())
 }
@@ -96,49 +140,47 @@ impl Model {
         stand_in: &StandIn,
         problems: &mut Vec<String>,
     ) -> anyhow::Result<()> {
-        let muon = MuonConfig::new();
-        // Without native kernels, which are recorded in any case.
-        let float32 = |graphs| {
-            let iteration = NewtonSchulzConfig::new().with_dtype(IterationDtype::F32);
-            muon.clone().with_newton_schulz(iteration.with_graphs(graphs))
-        };
-        let (float32, recorded) = (float32(false), float32(true));
-        let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
-        for (name, config, [most, most_one_by_one], most_tasks) in [
-            ("Muon", &muon, [self.most_launches[0], self.most_one_by_one[0]], MOST_TASKS[0]),
-            ("Muon, float32", &float32, [usize::MAX; 2], MOST_TASKS[0]),
-            ("Muon, float32, recorded", &recorded, [usize::MAX; 2], MOST_TASKS[0]),
-            ("AdamW", &adamw, [self.most_launches[1], self.most_one_by_one[1]], MOST_TASKS[1]),
-        ] {
+        let mut one_by_one = BTreeMap::new();
+        for ((name, config), limits) in optimizers().into_iter().zip(self.most) {
             let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
                 let mut optim = config.init_batched(model)?;
                 Ok(move |model, grads| optim.step(1e-3, model, grads))
             })?;
-            self.check(name, &counts, most, problems);
-            let Counts { waits, tasks, .. } = counts;
-            if waits > MOST_WAITS {
-                problems.push(format!("{}, {name}: {waits} waits", self.name));
+            self.check(name, &counts, limits.whole, problems);
+            if counts.waits > MOST_WAITS {
+                problems.push(format!("{}, {name}: {} waits", self.name, counts.waits));
             }
-            if tasks > most_tasks {
-                problems.push(format!("{}, {name}: {tasks} tasks of {most_tasks}", self.name));
-            }
-            if self.shapes.len() <= MOST_ONE_BY_ONE {
-                let one_by_one = format!("{name}, a parameter at a time");
-                let counts = self.row(&one_by_one, device, stand_in, |model| {
+            if let Some([launches, tasks]) = limits.one_by_one {
+                let row = format!("{name}, a parameter at a time");
+                let counts = self.row(&row, device, stand_in, |model| {
                     let mut optim = config.init(model);
                     Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
                 })?;
-                self.check(&one_by_one, &counts, most_one_by_one, problems);
+                self.check(&row, &counts, [launches, tasks * self.shapes.len()], problems);
+                one_by_one.insert(name, counts.launches);
             }
+        }
+        // A recording that did not launch less would have no use.
+        if one_by_one.get(RECORDED) > one_by_one.get(FLOAT32) {
+            problems.push(format!("{}: recordings add launches: {one_by_one:?}", self.name));
         }
         Ok(())
     }
 
-    /// Adds what a step has asked too much of the driver.
-    fn check(&self, name: &str, counts: &Counts, most: usize, problems: &mut Vec<String>) {
-        let &Counts { launches, allocations, .. } = counts;
-        if launches > most {
-            problems.push(format!("{}, {name}: {launches} launches of {most}", self.name));
+    /// Adds what a step has asked too much of the driver and of fusion.
+    fn check(
+        &self,
+        name: &str,
+        &Counts { launches, allocations, tasks, .. }: &Counts,
+        [most_launches, most_tasks]: [usize; 2],
+        problems: &mut Vec<String>,
+    ) {
+        for (what, count, most) in
+            [("launches", launches, most_launches), ("tasks", tasks, most_tasks)]
+        {
+            if count > most {
+                problems.push(format!("{}, {name}: {count} {what} of {most}", self.name));
+            }
         }
         if allocations > 0 {
             problems.push(format!("{}, {name}: {allocations} allocations", self.name));
@@ -204,6 +246,71 @@ fn row<M>(
     Ok(counts)
 }
 
+/// Prints the bytes of a step of a whole model, and adds what its passes move too much.
+fn bytes(
+    device: &Device,
+    stand_in: &StandIn,
+    Model { name, shapes, .. }: &Model,
+    problems: &mut Vec<String>,
+) -> anyhow::Result<()> {
+    let device = device.clone().autodiff();
+    let elements: usize = shapes.iter().map(|[m, n]| m * n).sum();
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
+    for (optimizer, config, passes) in
+        [("Muon", MuonConfig::new(), PASSES_OF_MUON), ("AdamW", adamw, PASSES_OF_ADAMW)]
+    {
+        let gradients = Matrices::new(shapes, &device);
+        let mut model = Matrices::new(shapes, &device);
+        let mut optim = made(|| config.init_batched(&model))?;
+        stand_in.idle(true);
+        let mut step = |model: Matrices| -> anyhow::Result<Matrices> {
+            let grads = model.gradients_from(&gradients);
+            let model = optim.step(1e-3, model, grads)?;
+            device.sync()?;
+            Ok(model)
+        };
+        for _ in 0..WARM_UP {
+            model = step(model)?;
+        }
+        let (model, launches) = stand_in.observed(|| step(model));
+        drop(model?);
+        stand_in.idle(false);
+        println!("\n### Bytes of a step, {name}, {optimizer}\n");
+        println!("| kernels | launches | MB read | MB written | bytes for each element |");
+        println!("|---|---|---|---|---|");
+        let found = bytes::of_step(&launches)?;
+        for (kind, Traffic { launches, read, written, .. }) in &found {
+            let [read, written] = [*read, *written].map(|bytes| bytes as f64);
+            println!(
+                "| {kind} | {launches} | {:.1} | {:.1} | {:.1} |",
+                read * 1e-6,
+                written * 1e-6,
+                (read + written) / elements as f64
+            );
+        }
+        // Exactly: a pass that is made twice, or over a part of the model, fails as well.
+        for (kind, bytes) in passes {
+            let traffic = found.iter().find(|found| found.0 == *kind).map(|found| found.1);
+            let traffic = traffic.unwrap_or_default();
+            let moved = traffic.read + traffic.written;
+            if (traffic.elements, moved) != (elements, bytes * elements) {
+                problems.push(format!(
+                    "{name}, {optimizer}, {kind}: {moved} bytes for {} of {elements} elements, \
+                     and not {bytes} for each",
+                    traffic.elements
+                ));
+            }
+        }
+        let unknown = found.iter().find(|(kind, _)| {
+            *kind != bytes::PRODUCTS && !passes.iter().any(|(known, _)| known == kind)
+        });
+        if let Some((kind, _)) = unknown {
+            problems.push(format!("{name}, {optimizer}: {kind} is no pass of its step"));
+        }
+    }
+    Ok(())
+}
+
 /// The model of `train_lm --preset gpt2`, with one text of its 1024 tokens: its passes alone, and
 /// with a step. More texts do not change what the host does.
 fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> anyhow::Result<()> {
@@ -221,14 +328,28 @@ fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> any
             drop(gradients(&model));
             Ok(model)
         })?;
-        let mut optim = made(|| MuonConfig::new().init_batched(&model))?;
-        let whole = row((&name, "passes and a step of Muon"), &device, stand_in, model, |model| {
-            let grads = gradients(&model);
-            Ok(optim.step(1e-3, model, grads)?)
-        })?;
-        let launches = whole.launches.saturating_sub(passes.launches);
-        if launches > most {
-            problems.push(format!("{name}: {launches} launches of {most} in a step"));
+        let [muon, adamw] = [0, 3].map(|index| optimizers()[index].1.clone());
+        for (optimizer, config, most) in
+            [("Muon", muon, most), ("AdamW", adamw, MOST_OF_TRAINING_BY_ADAMW)]
+        {
+            let mut optim = made(|| config.init_batched(&model))?;
+            let text = format!("passes and a step of {optimizer}");
+            let whole = row((&name, &text), &device, stand_in, model.clone(), |model| {
+                let grads = gradients(&model);
+                Ok(optim.step(1e-3, model, grads)?)
+            })?;
+            let launches = whole.launches.saturating_sub(passes.launches);
+            if launches > most {
+                problems.push(format!(
+                    "{name}: {launches} launches of {most} in a step of {optimizer}"
+                ));
+            }
+            let mut optim = config.init(&model);
+            let text = format!("{text}, a parameter at a time");
+            row((&name, &text), &device, stand_in, model.clone(), |model| {
+                let grads = gradients(&model);
+                Ok(optim.step(1e-3, model, grads))
+            })?;
         }
     }
     // After the rows of the table above.

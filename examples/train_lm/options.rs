@@ -32,7 +32,8 @@ Examples:
 
 Devices:
   BURN_DEVICE=flex, cuda, vulkan, ... selects one that was built in:
-  cargo build --release --example train_lm --features cuda,mpi";
+  cargo build --release --example train_lm --features cuda,mpi
+  With few cores, build without Burn's fusion: docs/guide/gpu.md.";
 
 /// Trains a small GPT on real text.
 #[derive(Parser, Debug, Clone)]

@@ -31,12 +31,15 @@ pub(crate) const MOST_ELEMENTS: usize = 1024 * 4096;
 pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
 
 /// The inputs that a recording serves: a thread's, since it was recorded on the thread's
-/// stream, with a shape, a type, norms or none, and a device.
-type RecordingKey = (ThreadId, [usize; 3], DType, bool, String);
+/// stream, with a shape, a type, and norms or none.
+type RecordingKey = (ThreadId, [usize; 3], DType, bool);
 
-/// The recordings of an iteration; nothing where a device refused to record.
+/// The recordings of some inputs on each device; nothing where one refused to record.
+type OnDevices = Vec<(Device, Option<Recording>)>;
+
+/// The recordings of an iteration.
 #[derive(Default)]
-pub(crate) struct Recordings(Mutex<HashMap<RecordingKey, Option<Recording>>>);
+pub(crate) struct Recordings(Mutex<HashMap<RecordingKey, OnDevices>>);
 
 struct Recording {
     /// The buffers that inputs are copied into.
@@ -55,7 +58,7 @@ impl Recordings {
     /// Returns the number of shapes that have a recording.
     pub fn count(&self) -> usize {
         let known = self.0.lock().expect("no holder of the lock panics");
-        known.values().filter(|recording| recording.is_some()).count()
+        known.values().flatten().filter(|(_, recording)| recording.is_some()).count()
     }
 
     /// Returns the iteration of a batch by a replay, or nothing if the device has no graphs.
@@ -67,16 +70,19 @@ impl Recordings {
         iteration: impl FnOnce(Tensor<3>, Option<PartialNorms>) -> Iteration,
     ) -> Option<Tensor<3>> {
         let (device, dtype) = (batch.device(), batch.dtype());
-        let key =
-            // By thread, since each has a stream of its own.
-            (thread::current().id(), batch.dims(), dtype, norms.is_some(), format!("{device:?}"));
+        // By thread, since each has a stream of its own.
+        let key = (thread::current().id(), batch.dims(), dtype, norms.is_some());
         let mut known = self.0.lock().expect("no holder of the lock panics");
-        let recording = known.entry(key).or_insert_with(|| {
+        let of_devices = known.entry(key).or_default();
+        let place = of_devices.iter().position(|(of, _)| is_same(of, &device));
+        let place = place.unwrap_or_else(|| {
             let batch = batch.clone().mul_scalar(1.0);
             let norms = norms.map(|PartialNorms(norms)| norms.clone().mul_scalar(1.0));
-            Recording::new(&device, batch, norms, iteration)
+            let recording = Recording::new(&device, batch, norms, iteration);
+            of_devices.push((device, recording));
+            of_devices.len() - 1
         });
-        Some(recording.as_mut()?.replay(batch, norms))
+        Some(of_devices[place].1.as_mut()?.replay(batch, norms))
     }
 }
 
@@ -110,6 +116,12 @@ impl Recording {
         // Without the gaps between rows that Burn may leave in the copy.
         result.clone().mul_scalar(1.0).reshape([k * m * n]).reshape(shape)
     }
+}
+
+/// Returns `true` for one device. Burn takes a device with autodiff for equal to the one without,
+/// and kernels run on the latter alone.
+pub(crate) fn is_same(first: &Device, second: &Device) -> bool {
+    first == second && first.is_autodiff() == second.is_autodiff()
 }
 
 /// Copies values into the buffer of a tensor, even if other tensors share it.

@@ -280,10 +280,8 @@ impl NewtonSchulz {
         // Each is complete when it is stored, also after a panic.
         let mut all = self.decisions.lock().unwrap_or_else(PoisonError::into_inner);
         let of_devices = all.entry((shape, dtype)).or_default();
-        // Burn takes a device with autodiff for equal to the one without, and kernels run on the
-        // latter alone.
-        let is_same = |of: &Device| of == device && of.is_autodiff() == device.is_autodiff();
-        if let Some((_, decision)) = of_devices.iter().find(|(of, _)| is_same(of)) {
+        let known = of_devices.iter().find(|(of, _)| graphs::is_same(of, device));
+        if let Some((_, decision)) = known {
             return decision.clone();
         }
         let plan = self.planner.plan(shape, dtype, device);

@@ -11,6 +11,7 @@
 //   tiles (`kernels.cpp`). Other kernels do nothing, unless a test gives them a body
 //   (`standin_kernel`). A test can also make products wait for ever (`standin_stall`), modules be refused
 //   (`standin_refuse_modules`), or products and copies within the device do nothing (`standin_idle`).
+// - A test can be told of all launches, with their arguments (`standin_observe`).
 // - Calls are counted by their names (`standin_calls`), and so are the bytes of copies within the
 //   device (`standin_copied`).
 // - Arguments that the driver documents as invalid are refused; the reason is printed. A kernel

@@ -11,6 +11,12 @@ using Body = void (*)(void *const *parameters, const unsigned *grid);
 static std::map<std::string, Body> bodies;   // by the beginnings of names
 static std::map<std::string, long> counts;  // of launches that ran, by names
 
+// A function of a test that is told of launches: the name of a kernel, its blocks in all
+// dimensions, and its parameters.
+using Observer = void (*)(const char *name, const unsigned *grid, unsigned count,
+                          const void *const *parameters, const size_t *sizes);
+static Observer observer = nullptr;
+
 static std::string stalled;  // the beginning of the names of kernels that hang
 bool is_idle = false;
 
@@ -20,6 +26,12 @@ static bool begins_with(const std::string &name, const std::string &begin) {
 
 static void run(const Launch &launch) {
     ++counts[launch.kernel->name];
+    if (observer) {
+        std::vector<const void *> values;
+        for (const auto &value : launch.parameters) values.push_back(value.data());
+        observer(launch.kernel->name.c_str(), launch.grid.data(), values.size(), values.data(),
+                 launch.kernel->parameters.data());
+    }
     if (is_idle || run_native(launch)) return;
     for (const auto &[begin, body] : bodies) {
         if (!begins_with(launch.kernel->name, begin)) continue;
@@ -94,6 +106,12 @@ using namespace driver;
 // Gives a body to the kernels whose names begin with a text.
 API standin_kernel(const char *begin, Body body) {
     return call([&](Lock &) { bodies[begin] = body; });
+}
+
+// Tells a function of all launches that run from now on, or none of them any more. The function
+// makes no call of the driver.
+API standin_observe(Observer told) {
+    return call([&](Lock &) { observer = told; });
 }
 
 // Makes the products whose names begin with a text wait for ever.

@@ -1,10 +1,11 @@
 //! The stand-in for CUDA's driver of this folder, in processes of tests. A process loads its driver
 //! once, so a test that needs the stand-in runs again in a process of its own.
 
-use std::ffi::{CString, OsString, c_char, c_int, c_long, c_uint};
+use std::ffi::{CStr, CString, OsString, c_char, c_int, c_long, c_uint};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::slice;
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 use tempfile::TempDir;
 
@@ -71,6 +72,47 @@ pub fn run(test: &str, sources: &Path, body: impl FnOnce()) -> Result<(), String
     println!("{report}");
     assert!(output.status.success() && report.contains("1 passed"), "{test}: {report}");
     Ok(())
+}
+
+/// The arguments of a launch.
+#[derive(Clone, Debug)]
+pub struct Arguments {
+    pub kernel: String,
+    /// Blocks in all dimensions.
+    pub grid: [u32; 3],
+    /// The bytes of every parameter.
+    pub parameters: Vec<Vec<u8>>,
+}
+
+type Observer =
+    unsafe extern "C" fn(*const c_char, *const [u32; 3], c_uint, *const *const u8, *const usize);
+
+fn observed_launches() -> MutexGuard<'static, Vec<Arguments>> {
+    static LAUNCHES: Mutex<Vec<Arguments>> = Mutex::new(vec![]);
+    LAUNCHES.lock().expect("no holder of the lock panics")
+}
+
+/// Keeps the arguments of a launch.
+///
+/// # Safety
+///
+/// The name is a C string, the grid is there, and so are `count` parameters of the sizes.
+unsafe extern "C" fn observe_launch(
+    name: *const c_char,
+    grid: *const [u32; 3],
+    count: c_uint,
+    parameters: *const *const u8,
+    sizes: *const usize,
+) {
+    // SAFETY: the caller's.
+    let (name, grid) = unsafe { (CStr::from_ptr(name), *grid) };
+    let kernel = name.to_string_lossy().into_owned();
+    let parameter = |index: usize| {
+        // SAFETY: the caller's.
+        unsafe { slice::from_raw_parts(*parameters.add(index), *sizes.add(index)) }.to_vec()
+    };
+    let parameters = (0..count as usize).map(parameter).collect();
+    observed_launches().push(Arguments { kernel, grid, parameters });
 }
 
 /// The functions of the stand-in that order and count the work of this process.
@@ -154,6 +196,18 @@ impl StandIn {
     /// Returns the number of launches that ran, of kernels whose names begin with a text.
     pub fn launches(&self, begin: &str) -> usize {
         self.count(b"standin_count", begin)
+    }
+
+    /// Runs a function that ends with a wait for the device, and returns the launches that ran.
+    pub fn observed<T>(&self, run: impl FnOnce() -> T) -> (T, Vec<Arguments>) {
+        type Observe = extern "C" fn(Option<Observer>) -> c_int;
+        // SAFETY: as above.
+        let observe = unsafe { self.0.get::<Observe>(b"standin_observe") };
+        let observe = observe.expect("a function of the stand-in");
+        assert_eq!(observe(Some(observe_launch)), 0);
+        let result = run();
+        assert_eq!(observe(None), 0);
+        (result, std::mem::take(&mut *observed_launches()))
     }
 
     fn count(&self, function: &[u8], begin: &str) -> usize {
