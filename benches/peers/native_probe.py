@@ -375,8 +375,8 @@ class Device:
 
         return launch
 
-    def plus_identity(self, batch, rows, z, total):
-        values = [c_uint64(z), c_uint64(total), c_int(rows)]
+    def plus_identity(self, batch, rows, z, total, factor=1.0):
+        values = [c_uint64(z), c_uint64(total), c_int(rows), c_float(factor)]
         pointers, blocks = [addressof(value) for value in values], -(-rows * rows // (256 * 8))
 
         def launch(overlaps=False, stream=None, kept=values):
@@ -641,9 +641,9 @@ def wrong_identities(device):
     z = np.random.default_rng(9).integers(-3, 4, (2, rows, rows)).astype(np.float32)
     source = device.upload(bits(z, device.dtype))
     target = device.upload(np.full(z.shape, 0xFFFF, np.uint16))
-    device.plus_identity(2, rows, source, target)()
+    device.plus_identity(2, rows, source, target, -2.0)()
     device.synchronize()
-    expected = bits(z + np.eye(rows, dtype=np.float32) + 0.0, device.dtype)
+    expected = bits(-2.0 * z + np.eye(rows, dtype=np.float32) + 0.0, device.dtype)
     return int((device.download(target, z.shape) != expected).sum())
 
 

@@ -192,15 +192,18 @@ fn product(x: &[f32], y: &[f32], alpha: f32, beta: f32, #[comptime] blocks: u32)
     for block in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
         sums[block] = f32::new(0.0);
     }
-    // The outer loop, so that an element of `x` is read once for all blocks of its row.
-    for inner in 0..comptime!(blocks * SIDE) {
-        #[unroll]
-        for i in 0..blocks {
-            let left = x[index(entry(i, 0u32).0, inner, blocks)];
+    // Cubic polynomials have no product. The outer loop is over the inner dimension, so that an
+    // element of `x` is read once for all blocks of its row.
+    if alpha != 0.0 {
+        for inner in 0..comptime!(blocks * SIDE) {
             #[unroll]
-            for j in 0..comptime!(i + 1) {
-                let block = comptime!((i * (i + 1) / 2 + j) as usize);
-                sums[block] += left * y[index(inner, entry(0u32, j).1, blocks)];
+            for i in 0..blocks {
+                let left = x[index(entry(i, 0u32).0, inner, blocks)];
+                #[unroll]
+                for j in 0..comptime!(i + 1) {
+                    let block = comptime!((i * (i + 1) / 2 + j) as usize);
+                    sums[block] += left * y[index(inner, entry(0u32, j).1, blocks)];
+                }
             }
         }
     }

@@ -360,6 +360,10 @@ impl Step {
             Side::Left => [symmetric, x].map(&rounded),
             Side::Right => [x, symmetric].map(&rounded),
         };
+        let scaled = |z, factor| match factor {
+            1.0 => z,
+            factor => portable::scaled::<B>(z, factor),
+        };
         match *self {
             Self::Square { .. } => {
                 let x = match side {
@@ -372,7 +376,6 @@ impl Step {
                 let (factors, c) = ([next(), next()].map(rounded), next());
                 products.symmetric_product::<B>(factors, c, alpha, beta)
             }
-            Self::Scaled { beta, .. } => portable::scaled::<B>(next(), beta),
             Self::Rescaled { by, .. } => {
                 let (x, by) = (next(), portable::divisors::<B>(next(), by));
                 let by = match side {
@@ -388,12 +391,14 @@ impl Step {
                 let of_columns = B::float_swap_dims(by.clone(), 1, 2);
                 portable::over::<B>(r, B::float_mul(by, of_columns))
             }
-            Self::PlusIdentity { .. } => products.plus_identity::<B>(next()),
+            Self::PlusIdentity { factor, .. } => {
+                products.plus_identity::<B>(scaled(next(), factor))
+            }
             // Its kernel computes from `R` in float32.
             Self::AccumulateQ { ref schedule, .. } => B::accumulate_q(next(), schedule.clone()),
             Self::Apply { .. } => products.product::<B>(on_side(next(), next())),
-            Self::ApplyAndAdd { a: beta, .. } => {
-                let (z, x) = (next(), next());
+            Self::ApplyAndAdd { factor, a: beta, .. } => {
+                let (z, x) = (scaled(next(), factor), next());
                 products.product_add::<B>(on_side(z, x.clone()), x, beta)
             }
         }

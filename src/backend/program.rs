@@ -50,20 +50,18 @@ pub(crate) enum Step {
     Square { x: Value },
     /// `alpha A B + beta C`, for polynomials of one symmetric matrix.
     Symmetric { a: Value, b: Value, c: Value, alpha: f64, beta: f64 },
-    /// `beta Z`.
-    Scaled { z: Value, beta: f64 },
     /// `D X`.
     Rescaled { x: Value, r: Value, by: Rescaling },
     /// `D R D`, which is `X X^T` of the rescaled `X`.
     RescaledSquare { r: Value, by: Rescaling },
-    /// `Z + I`.
-    PlusIdentity { z: Value },
+    /// `factor Z + I`.
+    PlusIdentity { z: Value, factor: f64 },
     /// The matrix `Q` of the Gram form from `R`, in one kernel.
     AccumulateQ { r: Value, schedule: Vec<Polynomial> },
     /// `Q X`.
     Apply { q: Value, x: Value },
-    /// `Z X + a X`.
-    ApplyAndAdd { z: Value, x: Value, a: f64 },
+    /// `factor Z X + a X`.
+    ApplyAndAdd { z: Value, x: Value, factor: f64, a: f64 },
 }
 
 impl Step {
@@ -76,8 +74,7 @@ impl Step {
             Self::Apply { q, x } => [Some(q), Some(x), None],
             Self::ApplyAndAdd { z, x, .. } => [Some(z), Some(x), None],
             Self::Square { x: z }
-            | Self::Scaled { z, .. }
-            | Self::PlusIdentity { z }
+            | Self::PlusIdentity { z, .. }
             | Self::RescaledSquare { r: z, .. }
             | Self::AccumulateQ { r: z, .. } => [Some(z), None, None],
         };
@@ -89,13 +86,12 @@ impl Step {
         let (kind, numbers) = match self {
             Self::Square { .. } => (0, vec![]),
             Self::Symmetric { alpha, beta, .. } => (1, vec![*alpha, *beta]),
-            Self::Scaled { beta, .. } => (2, vec![*beta]),
             Self::Rescaled { by, .. } => (3 + *by as u64, vec![]),
             Self::RescaledSquare { by, .. } => (5 + *by as u64, vec![]),
-            Self::PlusIdentity { .. } => (7, vec![]),
+            Self::PlusIdentity { factor, .. } => (7, vec![*factor]),
             Self::AccumulateQ { schedule, .. } => (8, schedule.concat()),
             Self::Apply { .. } => (9, vec![]),
-            Self::ApplyAndAdd { a, .. } => (10, vec![*a]),
+            Self::ApplyAndAdd { factor, a, .. } => (10, vec![*factor, *a]),
         };
         // Their number, so that lists of steps differ as well.
         let begin = [kind, numbers.len() as u64].into_iter();
@@ -125,13 +121,13 @@ impl Program {
         Value(self.steps.len())
     }
 
-    /// Adds `c R^2 + b R`, and returns it. A cubic polynomial has no square to compute.
-    pub fn push_polynomial(&mut self, r: Value, [b, c]: [f64; 2]) -> Value {
-        self.push(match c {
-            // Without a square term there is no product to compute.
-            0.0 => Step::Scaled { z: r, beta: b },
-            _ => Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b },
-        })
+    /// Adds `c R^2 + b R`, and returns it as a matrix with a factor. A cubic polynomial has no
+    /// product to compute: it is `R` with the factor `b`.
+    pub fn push_polynomial(&mut self, r: Value, [b, c]: [f64; 2]) -> (Value, f64) {
+        match c {
+            0.0 => (r, b),
+            _ => (self.push(Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b }), 1.0),
+        }
     }
 
     #[cfg(test)]
@@ -280,15 +276,14 @@ mod tests {
         match (step, &operands[..]) {
             (Step::Square { .. }, [x]) => x * x,
             (Step::Symmetric { alpha, beta, .. }, [a, b, c]) => alpha * a * b + beta * c,
-            (Step::Scaled { beta, .. }, [z]) => beta * z,
-            (Step::PlusIdentity { .. }, [z]) => z + 1.0,
+            (Step::PlusIdentity { factor, .. }, [z]) => factor * z + 1.0,
             (Step::Apply { .. }, [q, x]) => q * x,
-            (Step::ApplyAndAdd { a, .. }, [z, x]) => z * x + a * x,
+            (Step::ApplyAndAdd { factor, a, .. }, [z, x]) => factor * z * x + a * x,
             _ => unreachable!("the program has no such step"),
         }
     }
 
-    /// `(Y^2 + 1) (3 X^2 + 1) Y` with `Y = 2 X^3`, from more matrices than are in use at a time.
+    /// `(Y^2 / 2 + 1) (12 X^2 + 1) Y` with `Y = 2 X^3`, from more matrices than are in use at a time.
     fn program() -> Program {
         let mut program = Program::default();
         let r = program.push(Step::Square { x: Program::INPUT });
@@ -297,8 +292,8 @@ mod tests {
         let s = program.push(Step::Square { x });
         let t = program.push(Step::Symmetric { a: s, b: s, c: r, alpha: 0.0, beta: 3.0 });
         let u = program.push(Step::Symmetric { a: t, b: t, c: s, alpha: 0.0, beta: 1.0 });
-        let u = program.push(Step::PlusIdentity { z: u });
-        let y = program.push(Step::ApplyAndAdd { z: t, x, a: 1.0 });
+        let u = program.push(Step::PlusIdentity { z: u, factor: 0.5 });
+        let y = program.push(Step::ApplyAndAdd { z: t, x, factor: 4.0, a: 1.0 });
         program.push(Step::Apply { q: u, x: y });
         program
     }
@@ -307,7 +302,7 @@ mod tests {
     fn programs_compute_their_formulas() {
         let x: f64 = 0.5;
         let (r, y) = (x * x, 2.0 * x.powi(3));
-        let expected = (y * y + 1.0) * (3.0 * r * y + y);
+        let expected = (0.5 * y * y + 1.0) * (12.0 * r * y + y);
         assert_eq!(program().run(x, compute), expected);
     }
 
@@ -331,13 +326,14 @@ mod tests {
             r: Value(1),
             schedule: schedule.to_vec(),
         };
+        let sum = |factor| Step::PlusIdentity { z: Value(1), factor };
+        let applied = |factor, a| Step::ApplyAndAdd { z: Value(1), x: input, factor, a };
         let second = [
-            vec![symmetric(0.25), symmetric(-0.25), Step::PlusIdentity { z: Value(1) }],
-            vec![Step::Scaled { z: Value(1), beta: 0.5 }, Step::Scaled { z: Value(1), beta: 0.25 }],
+            vec![symmetric(0.25), symmetric(-0.25), sum(1.0), sum(0.5)],
             [Rescaling::Schatten4, Rescaling::Aol].map(rescaled).concat(),
             vec![accumulated(&[[1.0; 3]]), accumulated(&[[1.0; 3], [1.0; 3]])],
             vec![Step::Apply { q: Value(1), x: input }, Step::Apply { q: Value(1), x: Value(1) }],
-            vec![Step::ApplyAndAdd { z: Value(1), x: input, a: 2.0 }, square.clone()],
+            vec![applied(1.0, 2.0), applied(2.0, 1.0), square.clone()],
         ];
         let mut programs = vec![of(&[]), of(std::slice::from_ref(&square))];
         programs.extend(second.concat().into_iter().map(|step| of(&[square.clone(), step])));

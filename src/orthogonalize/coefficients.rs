@@ -142,8 +142,8 @@ pub enum Coefficients {
     /// values above 0.88 the wrong sign.
     Aol,
     /// Five cubic steps, `cubic5` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, whose
-    /// outputs may differ from 1 by 0.3. A cubic polynomial needs no square of `X X^T`, which only
-    /// native kernels compute nevertheless.
+    /// outputs may differ from 1 by 0.3. A cubic polynomial needs no square of `X X^T`, and none is
+    /// computed.
     Cubic,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,

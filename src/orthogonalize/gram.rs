@@ -38,13 +38,19 @@ pub fn iterate(
 /// `R <- W R W`. What is stored of a step is `Z / a`, so that the identity is added as it is: `a`
 /// would be rounded, the same way at every restart. The first `a` is multiplied in with the second.
 fn accumulate_q(program: &mut Program, mut r: Value, schedule: &[Polynomial]) -> Value {
-    // `a Y (Z + I)`, for polynomials `Y` and `Z` of one symmetric matrix.
-    let times = |y, z, a| Step::Symmetric { a: y, b: z, c: y, alpha: a, beta: a };
+    // `a Y (factor Z + I)`, for polynomials `Y` and `Z` of one symmetric matrix.
+    let times = |y, (z, factor): (Value, f64), a| Step::Symmetric {
+        a: y,
+        b: z,
+        c: y,
+        alpha: factor * a,
+        beta: a,
+    };
     let mut q = None;
     for (step, &[a, b, c]) in schedule.iter().enumerate() {
         let z = program.push_polynomial(r, [b / a, c / a]);
         q = Some(program.push(match q {
-            None => Step::PlusIdentity { z },
+            None => Step::PlusIdentity { z: z.0, factor: z.1 },
             Some(q) if step == 1 => times(q, z, schedule[0][0] * a),
             Some(q) => times(q, z, a),
         }));

@@ -381,10 +381,7 @@ mod tests {
             Step::Symmetric { .. } => m as f64 * share(m),
             Step::Apply { .. } | Step::ApplyAndAdd { .. } => n as f64,
             Step::AccumulateQ { .. } => unreachable!("no one kernel computes a large matrix"),
-            Step::Scaled { .. }
-            | Step::PlusIdentity { .. }
-            | Step::Rescaled { .. }
-            | Step::RescaledSquare { .. } => 0.0,
+            Step::PlusIdentity { .. } | Step::Rescaled { .. } | Step::RescaledSquare { .. } => 0.0,
         };
         2.0 * (m * m) as f64 * program.steps().iter().map(of_step).sum::<f64>()
     }

@@ -13,8 +13,8 @@ pub fn iterate(
 ) -> Value {
     for &[a, b, c] in schedule {
         let r = r.take().unwrap_or_else(|| program.push(Step::Square { x }));
-        let z = program.push_polynomial(r, [b, c]);
-        x = program.push(Step::ApplyAndAdd { z, x, a });
+        let (z, factor) = program.push_polynomial(r, [b, c]);
+        x = program.push(Step::ApplyAndAdd { z, x, factor, a });
     }
     x
 }

@@ -99,7 +99,7 @@ pub struct Product {
     pub lower: bool,
 }
 
-/// The sum `Z + I` of every matrix of a batch, by addresses on the device.
+/// The sum `factor Z + I` of every matrix of a batch, by addresses on the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PlusIdentity {
     /// Number of matrices.
@@ -108,7 +108,9 @@ pub struct PlusIdentity {
     pub rows: usize,
     /// `Z`.
     pub z: u64,
-    /// `Z + I`, which does not overlap `Z`.
+    /// The factor on `Z`.
+    pub factor: f32,
+    /// The sum, which does not overlap `Z`.
     pub sum: u64,
 }
 

@@ -292,7 +292,12 @@ impl Prepared {
                 let [threads, neighbours] = ELEMENTWISE;
                 let of_matrix = (sum.rows * sum.rows).div_ceil(threads * neighbours);
                 let rows = sum.rows as c_int;
-                let mut parameters = [parameter(&sum.z), parameter(&sum.sum), parameter(&rows)];
+                let mut parameters = [
+                    parameter(&sum.z),
+                    parameter(&sum.sum),
+                    parameter(&rows),
+                    parameter(&sum.factor),
+                ];
                 let grid = [of_matrix as u32, sum.batch as u32];
                 let threads = threads as u32;
                 let launch = Blocks { grid, threads, shared: 0, cluster: 1, overlaps };

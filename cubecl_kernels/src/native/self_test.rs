@@ -345,20 +345,28 @@ impl<'a> KnownProduct<'a> {
 fn verify_identity(native: &Native) -> Result<(), Fault> {
     let element = native.element();
     const ROWS: usize = 72;
-    const TIMES: usize = 8;
+    const FACTORS: [f32; 8] = [1.0, -1.0, -1.0, 1.0, -1.0, -1.0, 1.0, 1.0];
+    const TIMES: usize = FACTORS.len();
     let z =
         Integers::new(BATCH, [ROWS; 2], |z, row, column| small((z * ROWS + row) * ROWS + column));
+    // Two sums with the factor -1 leave a matrix as it is, and each of the four others adds one.
     let expected = Integers::new(BATCH, [ROWS; 2], |matrix, row, column| {
-        z.at(matrix, row, column) + TIMES as i32 * i32::from(row == column)
+        z.at(matrix, row, column) + 4 * i32::from(row == column)
     });
     // NaN, which an entry that is not written keeps.
     let poison = vec![u16::MAX; BATCH * ROWS * ROWS];
     let mut memory = vec![on_device(native, &z.bits(element, true))?];
     let mut launches = Vec::new();
-    for sum in 0..TIMES {
+    for (index, factor) in FACTORS.into_iter().enumerate() {
         memory.push(on_device(native, &poison)?);
-        let [z, sum] = [sum, sum + 1].map(|index| memory[index].address());
-        launches.push(Launch::PlusIdentity(PlusIdentity { batch: BATCH, rows: ROWS, z, sum }));
+        let [z, sum] = [index, index + 1].map(|index| memory[index].address());
+        launches.push(Launch::PlusIdentity(PlusIdentity {
+            batch: BATCH,
+            rows: ROWS,
+            z,
+            factor,
+            sum,
+        }));
     }
     let prepared = native.prepare(&launches).map_err(Fault::Wrong)?;
     let result = computed(native, &prepared, memory, TIMES)?;

@@ -257,6 +257,7 @@ static void add_identity(const Launch &launch) {
     const auto z = launch.parameter<const u16 *>(0);
     const auto sum = launch.parameter<u16 *>(1);
     const u64 rows = launch.parameter<int>(2);
+    const auto factor = launch.parameter<float>(3);
     REQUIRE((u64)z % 16 == 0 && (u64)sum % 16 == 0, ILLEGAL_ADDRESS, "a matrix is not aligned");
     const u64 elements = rows * rows * launch.grid[1];
     ensure_memory((u64)z, elements * 2, "a matrix");
@@ -267,7 +268,7 @@ static void add_identity(const Launch &launch) {
             for (u64 i = thread * 8; i < thread * 8 + 8; ++i) {
                 const u64 at = matrix * rows * rows + i;
                 const float one = i / rows == i % rows ? 1.0f : 0.0f;
-                sum[at] = type.rounded(type.widened(z[at]) + one);
+                sum[at] = type.rounded(factor * type.widened(z[at]) + one);
             }
         }
     }

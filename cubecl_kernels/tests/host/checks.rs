@@ -97,7 +97,7 @@ impl Case {
         vec![
             symmetric(square, m.max(n), x, 1.0, None, r),
             symmetric(Layout::RowsColumns, rows, r, 0.0625, Some((r, -1.0)), z),
-            Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: q }),
+            Launch::PlusIdentity(PlusIdentity { batch, rows, z, factor: 1.0, sum: q }),
             Launch::Product(Product {
                 layout,
                 batch,

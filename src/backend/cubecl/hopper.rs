@@ -269,9 +269,9 @@ fn launch(step: &Step, side: Side, [batch, m, n]: [usize; 3], operands: &[u64], 
         lower: false,
     };
     // A symmetric matrix is its own transpose: it is read in rows or columns alike.
-    let on_side = |symmetric, x, addend| match side {
-        Side::Left => product(Layout::RowsRows, [m, n, rows], [symmetric, x], 1.0, addend),
-        Side::Right => product(Layout::RowsColumns, [m, n, rows], [x, symmetric], 1.0, addend),
+    let on_side = |symmetric, x, alpha, addend| match side {
+        Side::Left => product(Layout::RowsRows, [m, n, rows], [symmetric, x], alpha, addend),
+        Side::Right => product(Layout::RowsColumns, [m, n, rows], [x, symmetric], alpha, addend),
     };
     let symmetric = |layout, inner, factors, alpha, addend| Product {
         lower: true,
@@ -289,15 +289,14 @@ fn launch(step: &Step, side: Side, [batch, m, n]: [usize; 3], operands: &[u64], 
             let addend = Some((c, *beta as f32));
             symmetric(Layout::RowsColumns, rows, [a, b], *alpha as f32, addend)
         }
-        // A product by zero, since there is no kernel that only scales.
-        (Step::Scaled { beta, .. }, &[z]) => {
-            symmetric(Layout::RowsColumns, rows, [z, z], 0.0, Some((z, *beta as f32)))
+        (Step::PlusIdentity { factor, .. }, &[z]) => {
+            let factor = *factor as f32;
+            return Launch::PlusIdentity(PlusIdentity { batch, rows, z, factor, sum: c });
         }
-        (Step::PlusIdentity { .. }, &[z]) => {
-            return Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: c });
+        (Step::Apply { .. }, &[q, x]) => on_side(q, x, 1.0, None),
+        (Step::ApplyAndAdd { factor, a, .. }, &[z, x]) => {
+            on_side(z, x, *factor as f32, Some((x, *a as f32)))
         }
-        (Step::Apply { .. }, &[q, x]) => on_side(q, x, None),
-        (Step::ApplyAndAdd { a, .. }, &[z, x]) => on_side(z, x, Some((x, *a as f32))),
         _ => unreachable!("iterations by one kernel are not native, and a step has its operands"),
     };
     Launch::Product(product)
@@ -323,7 +322,7 @@ mod tests {
         let x = Tensor::<3>::random([2, 24, 40], Distribution::Normal(0.0, 0.1), &device);
         let mut program = Program::default();
         let r = program.push(Step::Square { x: Program::INPUT });
-        program.push(Step::ApplyAndAdd { z: r, x: Program::INPUT, a: 0.5 });
+        program.push(Step::ApplyAndAdd { z: r, x: Program::INPUT, factor: 1.0, a: 0.5 });
         let program = program.into();
         let iterate = |native| path.iterate(x.clone(), &program, native).into_data();
         iterate(true).assert_eq(&iterate(false), true);
@@ -359,7 +358,8 @@ mod tests {
                     let (mut row, mut column) = (at / n, at % n);
                     result[z * m * n + at] = match launch {
                         Launch::PlusIdentity(sum) => {
-                            self.entry(sum.z, [z, row, column], [m, n], true)
+                            f64::from(sum.factor)
+                                * self.entry(sum.z, [z, row, column], [m, n], true)
                                 + f64::from(u8::from(row == column))
                         }
                         Launch::Product(product) => {
@@ -398,18 +398,19 @@ mod tests {
     /// polynomial on 1.
     #[test]
     fn launches_compute_the_program_in_its_buffers() {
-        let schedule: [Polynomial; 2] = [[1.5, -0.5, 0.25], [2.0, -1.25, 0.375]];
+        // The second is cubic, and multiplies by its Gram matrix with a factor.
+        let schedule: [Polynomial; 3] = [[1.5, -0.5, 0.25], [1.5, -0.5, 0.0], [2.0, -1.25, 0.375]];
         for shape @ [k, m, n] in [[2, 3, 5], [2, 5, 3], [1, 4, 4]] {
             let side = Side::of([m, n]);
             let mut program = Program::default();
             let mut x = Program::INPUT;
             for [a, b, c] in schedule {
                 let r = program.push(Step::Square { x });
-                let z = program.push(Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b });
-                x = program.push(Step::ApplyAndAdd { z, x, a });
+                let (z, factor) = program.push_polynomial(r, [b, c]);
+                x = program.push(Step::ApplyAndAdd { z, x, factor, a });
             }
             let r = program.push(Step::Square { x });
-            let q = program.push(Step::PlusIdentity { z: r });
+            let q = program.push(Step::PlusIdentity { z: r, factor: 0.5 });
             program.push(Step::Apply { q, x });
 
             // Of rank one: `x = s u v^T` with unit vectors stays so.
@@ -425,7 +426,8 @@ mod tests {
             };
             let of_step = |s: f64, [a, b, c]: Polynomial| a * s + b * s.powi(3) + c * s.powi(5);
             let s = schedule.into_iter().fold(0.75, of_step);
-            let expected: Vec<f64> = (0..k).flat_map(|z| matrix(z, (1.0 + s * s) * s)).collect();
+            let expected: Vec<f64> =
+                (0..k).flat_map(|z| matrix(z, (1.0 + 0.5 * s * s) * s)).collect();
 
             let buffers = Buffers::of(&program);
             let mut memory = Memory(vec![vec![f64::NAN; k * m * n]; buffers.wide.len()]);

@@ -141,12 +141,12 @@ impl Iteration<'_> {
         let symmetric =
             |index: usize| MatRef::from_row_major_slice(&operands[index], square, square);
         let wide = |index: usize| MatRef::from_row_major_slice(&operands[index], m, n);
-        let applied = |accum| {
+        let applied = |factor: f64, accum| {
             let [a, b] = match side {
                 Side::Left => [symmetric(0), wide(1)],
                 Side::Right => [wide(1), symmetric(0)],
             };
-            Factors { a, b, alpha: 1.0, accum }
+            Factors { a, b, alpha: factor as f32, accum }
         };
         match *step {
             Step::Square { .. } => {
@@ -164,7 +164,6 @@ impl Iteration<'_> {
                 let factors = Factors { a, b, alpha: alpha as f32, accum: Accum::Add };
                 symmetric_product(factors, result, self.side_by_side);
             }
-            Step::Scaled { beta, .. } => set(result, &operands[0], |z| z * beta as f32),
             Step::Rescaled { by, .. } => {
                 let by = divisors(&operands[1], square, by, self.dtype);
                 divide(result, &operands[0], n, |i, j| match side {
@@ -176,15 +175,15 @@ impl Iteration<'_> {
                 let by = divisors(&operands[0], square, by, self.dtype);
                 divide(result, &operands[0], square, |i, j| by[i] * by[j]);
             }
-            Step::PlusIdentity { .. } => {
-                result.copy_from_slice(&operands[0]);
+            Step::PlusIdentity { factor, .. } => {
+                set(result, &operands[0], |z| z * factor as f32);
                 result.iter_mut().step_by(square + 1).for_each(|x| *x += 1.0);
             }
             Step::AccumulateQ { .. } => unreachable!("no matrix counts as small on a CPU"),
-            Step::Apply { .. } => product(applied(Accum::Replace), result, self.side_by_side),
-            Step::ApplyAndAdd { a, .. } => {
+            Step::Apply { .. } => product(applied(1.0, Accum::Replace), result, self.side_by_side),
+            Step::ApplyAndAdd { factor, a, .. } => {
                 set(result, &operands[1], |x| x * a as f32);
-                product(applied(Accum::Add), result, self.side_by_side);
+                product(applied(factor, Accum::Add), result, self.side_by_side);
             }
         }
         match self.dtype {

@@ -2,7 +2,8 @@
 
 use burn::tensor::{DType, Device, FloatDType};
 use distmuon::{
-    Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, Normalization,
+    Coefficients, IterationDtype, IterationForm, IterationPlan, MuonConfig, NewtonSchulz,
+    NewtonSchulzConfig, Normalization, Recipe,
 };
 use distmuon_testing::device::{has_tf32, has_type};
 use distmuon_testing::references::{almost_orthogonal, polar, polynomial, random, tensor};
@@ -376,19 +377,31 @@ impl Row {
 /// The sets of the table of errors by operations, with their numbers of steps.
 fn sets_and_steps() -> Vec<(&'static str, Coefficients, usize)> {
     let five = |name, set: Coefficients| (name, set.clone(), set.designed_steps());
+    // Sets with the margins of their sources, or with other steps than they were designed for.
+    let of_recipe = |name, recipe| {
+        let NewtonSchulzConfig { coefficients, steps, .. } =
+            MuonConfig::preset(recipe, 1000).newton_schulz;
+        let steps = steps.unwrap_or(coefficients.designed_steps());
+        (name, coefficients, steps)
+    };
     vec![
         five("Keller Jordan", Coefficients::KellerJordan),
         five("You", Coefficients::You),
         five("Polar Express", Coefficients::polar_express()),
         ("Polar Express", Coefficients::polar_express(), 6),
         ("Polar Express", Coefficients::polar_express(), 8),
-        five("cushioned", Coefficients::PolarExpressCushioned),
+        five("Polar Express, cushioned", Coefficients::PolarExpressCushioned),
         // The polynomials for six steps, of which the published ones are those for five.
         (
-            "cushioned",
+            "Polar Express, cushioned",
             Coefficients::PolarExpressFor { lower: 1e-3, cushion: 0.02, safety: 1.02 },
             6,
         ),
+        of_recipe("modded-nanogpt", Recipe::ModdedNanogpt),
+        of_recipe("nanochat", Recipe::Nanochat),
+        of_recipe("motif", Recipe::Motif),
+        of_recipe("track-3", Recipe::Track3),
+        ("CANS", Coefficients::PolarExpressFor { lower: 1e-3, cushion: 0.0, safety: 1.0 }, 5),
         five("Polar Express for 1e-2", Coefficients::polar_express_for(1e-2)),
         five("Polar Express for 1e-4", Coefficients::polar_express_for(1e-4)),
         five("Aol", Coefficients::Aol),
@@ -432,7 +445,9 @@ fn errors_by_operations() {
     let is_last = |row: &&Row| row.shape == shapes[shapes.len() - 1];
     for (set, _, steps) in sets_and_steps() {
         for normalization in NORMALIZATIONS {
-            print!("| {set}, {steps} | {normalization:?} |");
+            let is_first = normalization == NORMALIZATIONS[0];
+            let name = if is_first { format!("{set}, {steps}") } else { String::new() };
+            print!("| {name} | {normalization:?} |");
             for (dtype, _) in types() {
                 let is_meant = |row: &&Row| {
                     (row.set, row.steps) == (set, steps)
@@ -442,8 +457,8 @@ fn errors_by_operations() {
                 // That of `IterationForm::Auto`.
                 let row = rows.min_by(|a, b| a.operations().total_cmp(&b.operations()));
                 let row = row.expect("the standard form is never rejected");
-                let Errors { full_rank: [mean, worst], zeros: [of_zeros, _] } = row.errors;
-                print!(" {:.0} | {mean:.3} | {worst:.3} | {of_zeros:.3} |", row.operations());
+                let Errors { full_rank: [mean, _], zeros: [of_zeros, _] } = row.errors;
+                print!(" {:.0} | {mean:.3} | {of_zeros:.3} |", row.operations());
             }
             println!();
         }

@@ -306,21 +306,21 @@ static void check_tiles(int cluster, Triangle triangle) {
 }
 
 #if ONLY_GENERATION != 2
-static void check_plus_identity(int batch, int rows) {
+static void check_plus_identity(int batch, int rows, float factor) {
     Matrices z = Matrices::integers(batch, rows, rows, false), sum(batch, rows, rows, false);
     const int blocks = (rows * rows / 8 + SUM_THREADS - 1) / SUM_THREADS;
     for (emulator::block_y = 0; emulator::block_y < batch; ++emulator::block_y) {
         emulator::run_launch(blocks, 1, SUM_THREADS, 0, [&] {
-            plus_identity((const Eight *)z.data.data(), (Eight *)sum.data.data(), rows);
+            plus_identity((const Eight *)z.data.data(), (Eight *)sum.data.data(), rows, factor);
         });
     }
     for (int i = 0; i < batch * rows * rows; ++i) {
         float one = i / rows % rows == i % rows ? 1.0f : 0.0f;
-        if (emulator::widen(sum.data[i]) != emulator::widen(z.data[i]) + one) {
+        if (emulator::widen(sum.data[i]) != factor * emulator::widen(z.data[i]) + one) {
             emulator::fail("a sum with the identity");
         }
     }
-    passed("plus_identity, %d of %d x %d", batch, rows, rows);
+    passed("plus_identity, %d of %d x %d, %g", batch, rows, rows, factor);
 }
 #endif
 
@@ -346,9 +346,9 @@ int main(int count, char **arguments) {
     alarm(seconds);
     check_elements();
 #if ONLY_GENERATION != 2
-    check_plus_identity(1, 8);
-    check_plus_identity(2, 72);
-    check_plus_identity(3, 136);
+    check_plus_identity(1, 8, 1.0f);
+    check_plus_identity(2, 72, -0.5f);
+    check_plus_identity(3, 136, 1.0f);
 #endif
     for (Triangle triangle : {FULL, LOWER}) {
         check_tiles<Narrow>(1, triangle);

@@ -704,7 +704,7 @@ PRODUCT(product_256_mm, 1, Wide, true, true)
 
 // sum = z + I for every matrix of a batch, added in float32. `rows` is a multiple of 8, at most
 // 185,000, so that a thread's number has 32 bits.
-ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows) {
+ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows, float factor) {
     wait_for_launch_before();
     let_next_launch_begin();
     const u32 width = (u32)rows / 8, i = (u32)BLOCK_X * SUM_THREADS + THREAD;
@@ -716,8 +716,8 @@ ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows)
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
         Pair &both = eight.pairs[p];
-        both = pair(first(both) + (one == 2 * p ? 1.0f : 0.0f),
-                    second(both) + (one == 2 * p + 1 ? 1.0f : 0.0f));
+        both = pair(factor * first(both) + (one == 2 * p ? 1.0f : 0.0f),
+                    factor * second(both) + (one == 2 * p + 1 ? 1.0f : 0.0f));
     }
     sum[at] = eight;
 }
