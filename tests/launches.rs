@@ -395,7 +395,8 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
     assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (0, 0));
 }
 
-/// A bad gradient is found and taken back on the device.
+/// A bad gradient is found and taken back on the device. The step is SOAP's third, in which it does
+/// not read its own state: it does so in two of ten.
 #[test]
 fn an_optimizer_of_whole_layers_does_not_wait_for_the_device() {
     let Some(_turn) = counting() else { return };

@@ -124,6 +124,8 @@ impl Estimate {
             contender.optimizer.name()
         );
         sharding.check_limits()?;
+        options.settings.check_muon(&[contender])?;
+        options.settings.average.map_or(Ok(()), |average| average.check(options.settings.steps))?;
         Ok(contender)
     }
 
@@ -157,6 +159,7 @@ impl Estimate {
         options.assume.iter().for_each(|rate| rate.replace(&mut assumed));
         let time = config.forecast_time(self.ranks, self.nodes, &model, layout, &assumed)?;
         println!("\n{time}\n{assumed}");
+        println!("\nMemory is without activations and the working memory of a step's kernels.");
         Ok(())
     }
 }

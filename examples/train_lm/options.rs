@@ -76,7 +76,9 @@ pub struct Options {
     pub sharding: Sharding,
     /// Prints the bytes of ranks and the time of a step, and ends.
     ///
-    /// Nothing is allocated, and nothing measured.
+    /// Nothing of the model is allocated, and nothing measured. The bytes
+    ///
+    /// leave activations out, and the working memory of a step.
     ///
     /// As in ranks=8,nodes=2, which need not be there.
     ///
@@ -86,7 +88,8 @@ pub struct Options {
     ///
     /// if the ranks are on CUDA and this machine is not.
     #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
-    #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts"], help_heading = "Ranks")]
+    #[arg(conflicts_with_all = ["compare", "resume", "save", "save_parts", "ranks", "engine"])]
+    #[arg(help_heading = "Ranks")]
     pub estimate: Option<Estimate>,
     /// Rates of a rank in the time of --estimate.
     ///

@@ -37,7 +37,8 @@
 //! - A gradient that is not finite leaves the parameter and the optimizer's state as they are, and
 //!   is counted in [`SkippedSteps`](crate::SkippedSteps). For that decision the host of an owner
 //!   waits for the device: once per step, or once per parameter with Burn's `ModuleOptimizer`. It
-//!   does not wait for a [`LayerOptimizer`]. The result of the optimizer is not checked.
+//!   does not wait for a [`LayerOptimizer`], which may wait itself, as [`Soap`] does in two of ten
+//!   steps. The result of the optimizer is not checked.
 //! - Parameters in float16 and bfloat16, and their gradients, are float32 for the optimizer.
 //!   [`MasterWeights`](crate::MasterWeights) decides on the digits that are kept between steps.
 //! - The position in the optimizer's own schedules is part of its state, and advances with the

@@ -19,12 +19,14 @@ impl Layout {
     /// # Errors
     ///
     /// A failure of the forward or of the backward pass; [`Error::Mismatch`] if the ranks have not
-    /// used the same parameters in the same order; as every collective.
+    /// used the same parameters in the same order; [`Error::Usage`] for a loss without a gradient;
+    /// as every collective.
     pub fn backward<M: Module, const D: usize>(
         &self,
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
+        self.ensure_tracked(loss)?;
         self.begin_backward(model)?;
         // Divided parameters take their gradients out during the pass, so these are the rest.
         let gradients = self.in_backward(|| GradientsParams::from_grads(loss.backward(), model));
@@ -57,6 +59,22 @@ impl Layout {
             })?;
         }
         self.end_backward(model, GradientsParams::new())
+    }
+
+    /// Fails for a loss that no trained parameter has made. Other ranks wait for this one.
+    fn ensure_tracked<const D: usize>(&self, loss: &Tensor<D>) -> Result<()> {
+        if loss.is_tracked() {
+            return Ok(());
+        }
+        let error = Error::usage(
+            "the loss has no gradient",
+            "a loss of a model with autodiff that has a trained parameter",
+            "one that no trained parameter has made",
+            "make the model on a device with autodiff, and train a part of it; an adapter that \
+             `apply_lora` gives a divided model is lost: write it as layers next to a frozen one",
+        );
+        self.world().comm().fail(&error.to_string());
+        Err(error)
     }
 
     /// Fails if a rank's pass has gradients of other ranks' items.
@@ -114,6 +132,7 @@ impl Layout {
     /// As [`backward`](Self::backward); [`Error::Usage`] if the layout, or a clone of it, has
     /// micro-batches of another model.
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
+        self.ensure_tracked(loss)?;
         let backward = || GradientsParams::from_grads(loss.backward(), model);
         let gradients = self.in_micro_batch(model, backward)?;
         self.micro_batches().add_of_one_model(model, gradients)

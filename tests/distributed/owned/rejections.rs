@@ -178,6 +178,21 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
         layout(world).shard(model)
     });
     assert_says(&adapted, &["`weight", "adapter"]);
+    for owned in [true, false] {
+        let lost = errors(|world| {
+            let layout = divided(world, owned);
+            let net = layout.shard(layers(world.device()))?.apply_lora(Lora::new(8, 4.0));
+            layout.backward(&output(&net, ones(world.device())), &net)
+        });
+        assert_says(&lost, &["the loss", "adapter"]);
+    }
+    let lost_in_part = errors(|world| {
+        let layout = divided(world, true).with_place(Place::replicated("layers.1"));
+        let net = layout.shard(layers(world.device()))?.apply_lora(Lora::new(8, 4.0));
+        let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+        DistMuonConfig::new().init_on(&layout, &net)?.step(0.1, net, gradients)
+    });
+    assert_says(&lost_in_part, &["`layers.1.weight.lora.a`", "when the model was divided"]);
     let cut = errors(|world| {
         let model = LinearConfig::new(64, 64).init(world.device()).apply_lora(Lora::new(32, 4.0));
         let mesh = Mesh::new(world, [Axis::model("tp", 2)])?;

@@ -149,6 +149,11 @@ fn estimates_of_what_no_run_can_do_are_rejected() {
         ),
         ("--estimate ranks=1 --optimizer burn-muon", "not --optimizer burn-muon; name one of them"),
         ("--estimate ranks=1 --optimizer muon", "not --optimizer muon; name one of them"),
+        ("--estimate ranks=2 --optimizer dist-adamw --soap mlp", "--soap is for muon, dist-muon"),
+        ("--estimate ranks=2 --soap nothing", "nothing"),
+        ("--estimate ranks=2 --average from=400,span=9", "begins after step 400 of 300"),
+        ("--estimate ranks=2 --ranks 4", "cannot be used with"),
+        ("--estimate ranks=2 --engine mpi", "cannot be used with"),
         ("--estimate ranks=3", "--batch 16 can't be divided among 3 ranks; give a multiple of 3"),
         (
             "--estimate ranks=8 --accumulate 4",
