@@ -283,7 +283,8 @@ mod tests {
         }
     }
 
-    /// `(Y^2 / 2 + 1) (12 X^2 + 1) Y` with `Y = 2 X^3`, from more matrices than are in use at a time.
+    /// `(Y^2 / 2 + 1) (12 X^2 + 1) Y` with `Y = 2 X^3`, from more matrices than are in use at a
+    /// time.
     fn program() -> Program {
         let mut program = Program::default();
         let r = program.push(Step::Square { x: Program::INPUT });

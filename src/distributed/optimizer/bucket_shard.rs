@@ -252,6 +252,13 @@ impl Shard {
         self.runs.iter().map(|run| flat::slice(shard, run.range.clone())).collect()
     }
 
+    /// The ranges of the parameters in the buffer of a shard. `None` for a share of slices, which
+    /// are not whole parameters.
+    pub fn parts(&self) -> Option<Vec<Range<usize>>> {
+        let ranges = || self.runs.iter().map(|run| run.range.clone()).collect();
+        (!self.exchange.is_cut()).then(ranges)
+    }
+
     /// The buffer of a shard from its parameters, with zeros in between.
     pub fn pack(&self, values: Vec<Tensor<1>>) -> Tensor<1> {
         if values.is_empty() {

@@ -16,15 +16,18 @@ use super::divided_model::DividedModel;
 use super::global_clipping::counts;
 use super::memory_report::MemoryMeter;
 use super::rejected_gradients::Flags;
-use super::traffic::{Reducing, Traffic, drop_all};
+use super::traffic::{Traffic, drop_all};
 use crate::backend::ScaledNorms;
 use crate::checks::ensure_all_computed;
-use crate::comm::Pending;
+use crate::comm::PendingParts;
 use crate::distributed::config::Publish;
 use crate::distributed::plan::Run;
 use crate::error::Result;
 use crate::flat::{self, bytes};
 use crate::update::{Observations, UpdateTensors};
+
+/// Why there is an audit where its bucket is asked for.
+const AUDITED: &str = "the bucket is audited in this step";
 
 /// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
 pub struct StepInProgress<'a> {
@@ -59,53 +62,49 @@ struct CallsInFlight {
 }
 
 /// A call of a bucket.
-enum BucketCall {
-    Reduction(usize, Reducing),
-    /// The gradients of the shard that this rank audits.
-    AuditedReduction(Reducing),
-    /// The gradients of whole parameters, from slices.
-    Assembly(usize, Pending),
-    /// The values of whole parameters, from slices.
-    ValueAssembly(usize, Pending),
-    /// Directions or new values, to slices.
-    Distribution(usize, Pending),
-    Gathering(usize, Pending),
+struct BucketCall {
+    bucket: usize,
+    purpose: Purpose,
+    result: PendingParts,
 }
 
-impl BucketCall {
-    fn bytes(&self) -> usize {
-        match self {
-            Self::Reduction(_, reducing) | Self::AuditedReduction(reducing) => reducing.bytes(),
-            Self::Assembly(_, pending)
-            | Self::ValueAssembly(_, pending)
-            | Self::Distribution(_, pending)
-            | Self::Gathering(_, pending) => pending.bytes(),
-        }
-    }
+/// What a call brings to this rank.
+#[derive(Clone, Copy, PartialEq)]
+enum Purpose {
+    /// The gradients of its shard, or of its share of slices.
+    Reduction,
+    /// The gradients of the shard that it audits.
+    AuditedReduction,
+    /// The gradients of whole parameters, from slices.
+    Assembly,
+    /// The values of whole parameters, from slices.
+    ValueAssembly,
+    /// Directions or new values, to slices.
+    Distribution,
+    /// The new values of all ranks.
+    Gathering,
 }
 
 impl CallsInFlight {
-    fn push(&mut self, call: BucketCall) {
-        self.bytes += call.bytes();
-        self.calls.push_back(call);
+    fn push(&mut self, bucket: usize, purpose: Purpose, result: PendingParts) {
+        self.bytes += result.bytes();
+        self.calls.push_back(BucketCall { bucket, purpose, result });
     }
 
     /// The number of buckets that are being reduced.
     fn reductions(&self) -> usize {
         // An assembly is the second half of a reduction: not counted, a further bucket would start
         // while the gradients of this one are still on their way.
-        let is_reduction = |call: &&BucketCall| {
-            matches!(call, BucketCall::Reduction(..) | BucketCall::Assembly(..))
-        };
-        self.calls.iter().filter(is_reduction).count()
+        self.count([Purpose::Reduction, Purpose::Assembly])
     }
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        self.calls
-            .iter()
-            .filter(|call| matches!(call, BucketCall::Distribution(..) | BucketCall::Gathering(..)))
-            .count()
+        self.count([Purpose::Distribution, Purpose::Gathering])
+    }
+
+    fn count(&self, purposes: [Purpose; 2]) -> usize {
+        self.calls.iter().filter(|call| purposes.contains(&call.purpose)).count()
     }
 }
 
@@ -150,10 +149,10 @@ impl BetweenCalls {
         self.assembled.insert(bucket, values);
     }
 
-    fn take_assembled(&mut self, bucket: usize) -> Option<Tensor<1>> {
-        let values = self.assembled.remove(&bucket)?;
+    fn take_assembled(&mut self, bucket: usize) -> Tensor<1> {
+        let values = self.assembled.remove(&bucket).expect("the values are assembled");
         self.bytes -= bytes(&values);
-        Some(values)
+        values
     }
 
     fn put_unpublished(&mut self, bucket: usize, values: Tensor<1>) {
@@ -204,37 +203,37 @@ impl<'a> StepInProgress<'a> {
         self.memory.observe(&self.detached, self.between.bytes + audited, self.calls.bytes);
     }
 
-    /// The audit of a bucket, if it is audited in this step.
-    fn audit_of(&self, bucket: usize) -> Option<&Audit> {
-        self.audit.as_ref().filter(|audit| audit.bucket == bucket)
+    /// Returns `true` if a bucket is audited in this step, and its audit has not taken place.
+    fn is_audited(&self, bucket: usize) -> bool {
+        self.audit.as_ref().is_some_and(|audit| audit.bucket == bucket)
     }
 
-    /// Starts to reduce the gradients of a bucket to the ranks that audit it, if it is audited.
+    /// Starts to reduce the gradients of an audited bucket to the ranks that audit it.
     fn start_audited_reduction(&mut self, bucket: usize) -> Result<()> {
-        let Some(audit) = self.audit_of(bucket) else { return Ok(()) };
+        let audit = self.audit.as_ref().expect(AUDITED);
         // Further references: the owners' reduction takes the tensors.
         let mut gradients = self.detached.gradients.references(&audit.shard.bucket);
         let reducing = self.traffic.start_reduction(self.divided, &audit.shard, &mut gradients)?;
-        self.calls.push(BucketCall::AuditedReduction(reducing));
+        self.calls.push(bucket, Purpose::AuditedReduction, reducing);
         Ok(())
     }
 
     /// Gives the states of the owners to the ranks that audit a bucket, and returns the old values
     /// of the shard that this rank audits.
     fn begin_audit(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
-        let Some(audit) = self.audit_of(bucket) else { return Ok(vec![]) };
+        let audit = self.audit.as_ref().expect(AUDITED);
         let values = audit.values(&self.detached.parameters);
         let comm = self.divided.world.comm();
         let states = audit.send_states(&self.shards[bucket], comm)?;
         // The results of earlier calls come first.
         self.land_all()?;
         let states = states.wait()?;
-        let audit = self.audit.as_mut().expect("an audit is taken after the update");
+        let audit = self.audit.as_mut().expect(AUDITED);
         audit.shard.set_all_states(&states);
         Ok(values)
     }
 
-    /// Computes the shard that this rank audits, if the bucket is audited, and compares it with its
+    /// Computes the shard that this rank audits from its old values, and compares it with its
     /// owner's, before the owners' new values are sent.
     fn end_audit(
         &mut self,
@@ -243,9 +242,7 @@ impl<'a> StepInProgress<'a> {
         values: Vec<Tensor<1>>,
         updated: &[Tensor<1>],
     ) -> Result<()> {
-        let Some(mut audit) = self.audit.take_if(|audit| audit.bucket == bucket) else {
-            return Ok(());
-        };
+        let mut audit = self.audit.take().expect(AUDITED);
         audit.gradients = self.final_gradients(&audit.shard, std::mem::take(&mut audit.gradients));
         let rejected = match self.traffic.is_alone(bucket) {
             // As the owner decides, from the gradients that were reduced again.
@@ -279,11 +276,13 @@ impl<'a> StepInProgress<'a> {
             && self.calls.started < self.calls.order.len()
         {
             let next = self.calls.order[self.calls.started];
-            self.start_audited_reduction(next)?;
+            if self.is_audited(next) {
+                self.start_audited_reduction(next)?;
+            }
             let gradients = &mut self.detached.gradients;
             let reducing =
                 self.traffic.start_reduction(self.divided, &self.shards[next], gradients)?;
-            self.calls.push(BucketCall::Reduction(next, reducing));
+            self.calls.push(next, Purpose::Reduction, reducing);
             // With the reduction, so that the values are there when the owner decides. Where the
             // ranks decide together, `take_stages` starts it after the decision.
             if self.traffic.is_alone(next) {
@@ -315,62 +314,43 @@ impl<'a> StepInProgress<'a> {
             return Ok(());
         }
         let share = shard.pack_share(&mut self.detached.parameters, shard.bucket.dtype);
-        self.calls.push(BucketCall::ValueAssembly(bucket, shard.exchange.assemble(share)?));
+        let pending = shard.exchange.assemble(share)?;
+        self.calls.push(bucket, Purpose::ValueAssembly, pending.in_one_tensor());
         Ok(())
     }
 
     /// Waits for the result of the oldest call.
     fn land(&mut self) -> Result<()> {
         let call = self.calls.calls.pop_front().expect("a call was started");
-        let buffers = call.bytes();
-        match call {
-            BucketCall::Reduction(bucket, reducing) => {
-                let mut gradients = reducing.wait(&self.shards[bucket])?;
-                self.calls.bytes -= buffers;
-                let exchange = &self.shards[bucket].exchange;
-                if exchange.is_cut() {
-                    // To the owners of whole parameters. A share of slices is one tensor:
-                    // `Reducing::wait` does not split it.
-                    let pending = exchange.assemble(gradients.swap_remove(0))?;
-                    self.calls.push(BucketCall::Assembly(bucket, pending));
-                    self.observe();
-                } else {
-                    self.keep_gradients(bucket, gradients);
-                }
-                Ok(())
-            }
-            BucketCall::AuditedReduction(reducing) => {
-                let audit = self.audit.as_mut().expect("audits wait for their gradients");
-                audit.gradients = reducing.wait(&audit.shard)?;
-                self.calls.bytes -= buffers;
-                self.observe();
-                Ok(())
-            }
-            BucketCall::Assembly(bucket, pending) => {
-                let assembled = pending.wait()?;
-                self.calls.bytes -= buffers;
-                self.keep_gradients(bucket, self.shards[bucket].split(&assembled));
-                Ok(())
-            }
-            BucketCall::ValueAssembly(bucket, pending) => {
-                let values = pending.wait()?;
-                self.calls.bytes -= buffers;
-                self.between.put_assembled(bucket, values);
-                Ok(())
-            }
-            BucketCall::Distribution(bucket, pending) => {
-                let distributed = pending.wait()?;
-                self.calls.bytes -= buffers;
-                self.on_distributed(bucket, distributed)
-            }
-            BucketCall::Gathering(bucket, pending) => {
-                let gathered = pending.wait()?;
-                self.detached.publish(&self.shards[bucket].exchange.held, &gathered);
-                self.observe();
-                self.calls.bytes -= buffers;
-                Ok(())
-            }
+        let BucketCall { bucket, purpose, result } = call;
+        let buffers = result.bytes();
+        let mut parts = result.wait()?;
+        if purpose == Purpose::Gathering {
+            // With the buffers, which the new values are views of.
+            self.detached.publish(&self.shards[bucket].exchange.held, &parts[0]);
+            self.observe();
         }
+        self.calls.bytes -= buffers;
+        let exchange = &self.shards[bucket].exchange;
+        match purpose {
+            // To the owners of whole parameters.
+            Purpose::Reduction if exchange.is_cut() => {
+                let pending = exchange.assemble(parts.swap_remove(0))?;
+                self.calls.push(bucket, Purpose::Assembly, pending.in_one_tensor());
+                self.observe();
+            }
+            Purpose::Reduction => self.keep_gradients(bucket, parts),
+            Purpose::AuditedReduction => {
+                let audit = self.audit.as_mut().expect("audits wait for their gradients");
+                audit.gradients = parts;
+                self.observe();
+            }
+            Purpose::Assembly => self.keep_gradients(bucket, self.shards[bucket].split(&parts[0])),
+            Purpose::ValueAssembly => self.between.put_assembled(bucket, parts.swap_remove(0)),
+            Purpose::Distribution => self.on_distributed(bucket, parts.swap_remove(0))?,
+            Purpose::Gathering => {}
+        }
+        Ok(())
     }
 
     /// Waits for the results of all calls.
@@ -417,14 +397,23 @@ impl<'a> StepInProgress<'a> {
         controls: &StepControls,
         diverged: &mut Tensor<1>,
     ) -> Result<()> {
-        self.bring_states(bucket);
-        let audited = self.begin_audit(bucket)?;
+        let states_leave = self.shards[bucket].states_leave();
+        if states_leave {
+            self.bring_states(bucket);
+        }
+        let audited = match self.is_audited(bucket) {
+            true => Some(self.begin_audit(bucket)?),
+            false => None,
+        };
         let gradients = self.between.take_gradients(bucket);
         let updated = if self.distributes_directions(bucket) {
             let decisions = Decisions { controls, inputs: &self.inputs };
             self.shards[bucket].directions(gradients, decisions, diverged)
         } else {
-            let values = self.values(bucket)?;
+            let values = match self.shards[bucket].exchange.is_cut() {
+                true => self.assembled_values(bucket)?,
+                false => self.shards[bucket].take(&mut self.detached.parameters),
+            };
             let decisions = Decisions { controls, inputs: &self.inputs };
             let shard = &mut self.shards[bucket];
             // Of a bucket that all ranks update alike, one rank counts, or the sum over ranks would
@@ -434,16 +423,21 @@ impl<'a> StepInProgress<'a> {
             let tensors = UpdateTensors { gradients, values };
             shard.update(tensors, decisions, diverged, observations)
         };
-        if self.shards[bucket].states_leave() {
+        if states_leave {
             // Before they are read: what the device could not compute has no values to take away.
             let values = self.shards[bucket].parameters().zip(&updated);
             let values = values.map(|((index, _), value)| (self.divided.path(index), value));
             ensure_all_computed(values)?;
         }
-        self.end_audit(bucket, controls, audited, &updated)?;
+        if let Some(old) = audited {
+            self.end_audit(bucket, controls, old, &updated)?;
+        }
         // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
-        self.take_states_away(bucket);
+        if states_leave {
+            self.shards[bucket].take_states_away();
+            self.memory.count_states(self.shards);
+        }
         self.observe();
         // After the start, so that at least one bucket is on its way during the next update.
         while self.calls.gatherings() >= self.traffic.in_flight {
@@ -452,37 +446,22 @@ impl<'a> StepInProgress<'a> {
         Ok(())
     }
 
-    /// Brings the states of a bucket to the model's device, if they lie elsewhere, and the states
-    /// of the next bucket, so that its update can be queued without waiting for them.
+    /// Brings the states of a bucket, which lie elsewhere, to the model's device, and the states of
+    /// the next bucket, so that its update can be queued without waiting for them.
     fn bring_states(&mut self, bucket: usize) {
-        if !self.shards[bucket].states_leave() {
-            return;
-        }
         let from_here = self.calls.order.iter().skip_while(|next| **next != bucket);
         from_here.take(2).for_each(|next| self.shards[*next].bring_states());
         self.memory.count_states(self.shards);
         self.observe();
     }
 
-    /// Takes the states of a bucket away, if they lie elsewhere: waits for its update.
-    fn take_states_away(&mut self, bucket: usize) {
-        if self.shards[bucket].states_leave() {
-            self.shards[bucket].take_states_away();
-            self.memory.count_states(self.shards);
-        }
-    }
-
-    /// The values of a shard's parameters, which are waited for if they are assembled.
-    fn values(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
-        while self.shards[bucket].exchange.is_cut() && !self.between.assembled.contains_key(&bucket)
-        {
+    /// The values of whole parameters, which are assembled from slices.
+    fn assembled_values(&mut self, bucket: usize) -> Result<Vec<Tensor<1>>> {
+        while !self.between.assembled.contains_key(&bucket) {
             self.land()?;
         }
-        let shard = &self.shards[bucket];
-        Ok(match self.between.take_assembled(bucket) {
-            Some(values) => shard.split(&values),
-            None => shard.take(&mut self.detached.parameters),
-        })
+        let values = self.between.take_assembled(bucket);
+        Ok(self.shards[bucket].split(&values))
     }
 
     /// Sends the tensors that an update has returned to the ranks that need them, or stores them.
@@ -494,7 +473,7 @@ impl<'a> StepInProgress<'a> {
             // values.
             self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
             let pending = shard.exchange.distribute(packed)?;
-            self.calls.push(BucketCall::Distribution(bucket, pending));
+            self.calls.push(bucket, Purpose::Distribution, pending.in_one_tensor());
         } else if shard.is_gathered() {
             let packed = shard.pack(updated);
             self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
@@ -559,7 +538,7 @@ impl<'a> StepInProgress<'a> {
             Publish::Now => {
                 let counts = exchange.held.counts.to_vec();
                 let gathering = exchange.publishers.all_gather(values, &counts)?;
-                self.calls.push(BucketCall::Gathering(bucket, gathering));
+                self.calls.push(bucket, Purpose::Gathering, gathering.in_one_tensor());
             }
         }
         self.observe();

@@ -10,7 +10,7 @@ use super::divided_model::DividedModel;
 use super::publication::Publication;
 use super::stages::{Stage, stages};
 use crate::backend::precise_dtype;
-use crate::comm::{Pending, ReduceOp, World};
+use crate::comm::{Pending, PendingParts, ReduceOp, World};
 use crate::distributed::config::{DistMuonConfig, GradDtype, Gradients, Publish};
 use crate::distributed::plan::{Bucket, BucketKind, Plan};
 use crate::error::{Error, Result};
@@ -28,37 +28,6 @@ pub struct Traffic {
     pub stages: Vec<Stage>,
     /// Parameters of the last step that may be on their way.
     pub publication: Arc<Publication>,
-}
-
-/// A bucket whose reduction has started.
-pub enum Reducing {
-    /// The gradients stay as they are: there is one rank, or they are averaged already.
-    Local(Vec<Tensor<1>>),
-    Sent(Pending),
-}
-
-impl Reducing {
-    pub fn bytes(&self) -> usize {
-        match self {
-            Self::Local(gradients) => gradients.iter().map(bytes).sum(),
-            Self::Sent(pending) => pending.bytes(),
-        }
-    }
-
-    /// Waits for this rank's gradients: of every parameter of its shard, or of its share of slices
-    /// in one tensor.
-    pub fn wait(self, shard: &Shard) -> Result<Vec<Tensor<1>>> {
-        match self {
-            Self::Local(gradients) => Ok(gradients),
-            Self::Sent(pending) => {
-                // Once, after the sum: a division before it would lose digits in half precision.
-                let ranks = shard.exchange.group.size() as f64;
-                // A rank may have no part of the sum.
-                let mean = flat::mapped(pending.wait()?, |sum| sum.div_scalar(ranks));
-                Ok(if shard.exchange.is_cut() { vec![mean] } else { shard.split(&mean) })
-            }
-        }
-    }
 }
 
 impl Traffic {
@@ -103,13 +72,15 @@ impl Traffic {
         self.stages.iter().any(|stage| !stage.exchanges && stage.buckets.contains(&bucket))
     }
 
-    /// Starts to reduce the gradients of a bucket, which are taken out of `gradients`.
+    /// Starts to reduce the gradients of a bucket, which are taken out of `gradients`. The result is
+    /// this rank's gradients: of every parameter of its shard, or of its share of slices in one
+    /// tensor.
     pub fn start_reduction(
         &self,
         divided: &DividedModel,
         shard: &Shard,
         gradients: &mut FlatTensors,
-    ) -> Result<Reducing> {
+    ) -> Result<PendingParts> {
         let (bucket, group) = (&shard.exchange.held, &shard.exchange.group);
         // Nothing to send, but the same way as for all: one rank and many run one code.
         if !self.reduces(&divided.world) || bucket.placement.reduces_in_backward() {
@@ -121,7 +92,8 @@ impl Traffic {
             };
             // The rest belongs to shards of other ranks.
             drop_all(bucket, gradients);
-            return Ok(Reducing::Local(in_one_type(local)));
+            let held = local.iter().map(bytes).sum();
+            return Ok(Pending::new(held, move || Ok(in_one_type(local))));
         }
         let dtype = sent_dtype(self.grad_dtype, bucket);
         let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &divided.device());
@@ -129,7 +101,7 @@ impl Traffic {
         divided.ensure_bucket_computed(bucket, &packed)?;
         // Packed: a copy of every gradient is in the buffer, and the originals would double it.
         drop_all(bucket, gradients);
-        Ok(Reducing::Sent(match bucket.kind {
+        let sum = match bucket.kind {
             // Small parameters: every rank updates all of them, which is faster than a second
             // message.
             BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
@@ -138,6 +110,16 @@ impl Traffic {
                 // rank and not once for each addition.
                 group.reduce_scatter_f32(packed, &bucket.counts.to_vec())?
             }
+        };
+        let (ranks, parts) = (group.size() as f64, shard.parts());
+        Ok(Pending::new(sum.bytes(), move || {
+            // Once, after the sum: a division before it would lose digits in half precision. A rank
+            // may have no part of the sum.
+            let mean = flat::mapped(sum.wait()?, |sum| sum.div_scalar(ranks));
+            Ok(match parts {
+                Some(parts) => parts.into_iter().map(|part| flat::slice(&mean, part)).collect(),
+                None => vec![mean],
+            })
         }))
     }
 }
