@@ -203,6 +203,7 @@ def spectral(width):
     return settings(lr_scale="Spectral", rest={"AdamW": adamw})
 
 
+ENTRIES["spectral scales"] = (spectral(128), 3.6e-2, STEPS)
 SCALES = {"this crate's": (lambda width: [], 1.6e-2), "spectral": (spectral, 3.6e-2)}
 OF_WIDTHS = {
     f"{scale}, {width}": (["--width", str(width), *arguments(width)], rate, STEPS_OF_WIDTHS)

@@ -70,6 +70,7 @@ pub mod comparison {}
 /// [`Routing::group`]: crate::Routing::group
 /// [`LrScale`]: crate::LrScale
 /// [docs/results]: crate::guide#other-documents
+/// [leaderboard]: crate::guide#other-documents
 /// [settings#momentumconfig]: crate::guide::settings#momentumconfig
 /// [recipes.md]: crate::guide#other-documents
 /// [training.md]: crate::guide#other-documents

@@ -26,7 +26,7 @@ use crate::error::Result;
 use crate::flat::{self, bytes};
 use crate::update::{Observations, UpdateTensors};
 
-/// Why there is an audit where its bucket is asked for.
+/// The reason for which there is an audit.
 const AUDITED: &str = "the bucket is audited in this step";
 
 /// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
@@ -68,7 +68,7 @@ struct BucketCall {
     result: PendingParts,
 }
 
-/// What a call brings to this rank.
+/// The use of a call for this rank.
 #[derive(Clone, Copy, PartialEq)]
 enum Purpose {
     /// The gradients of its shard, or of its share of slices.

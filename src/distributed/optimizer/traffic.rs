@@ -72,8 +72,8 @@ impl Traffic {
         self.stages.iter().any(|stage| !stage.exchanges && stage.buckets.contains(&bucket))
     }
 
-    /// Starts to reduce the gradients of a bucket, which are taken out of `gradients`. The result is
-    /// this rank's gradients: of every parameter of its shard, or of its share of slices in one
+    /// Starts to reduce the gradients of a bucket, which are taken out of `gradients`. The result
+    /// is this rank's gradients: of every parameter of its shard, or of its share of slices in one
     /// tensor.
     pub fn start_reduction(
         &self,
