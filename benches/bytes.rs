@@ -1,6 +1,7 @@
 //! The bytes that the kernels of a step read and write, from the arguments of their launches.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use anyhow::{Context, bail, ensure};
 
@@ -20,46 +21,63 @@ pub struct Traffic {
     pub written: usize,
 }
 
-/// The traffic of all kernels by their kinds, in the order of a step.
+/// A kind of kernel, in the order of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    GradientsAreFinite,
+    Momentum,
+    Normalize,
+    Products,
+    DirectionsAreFinite,
+    Apply,
+    AdamW,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::GradientsAreFinite => "gradients are finite",
+            Self::Momentum => "momentum",
+            Self::Normalize => "division by the norm",
+            Self::Products => "products",
+            Self::DirectionsAreFinite => "directions are finite",
+            Self::Apply => "new values",
+            Self::AdamW => "AdamW",
+        })
+    }
+}
+
+/// The traffic of all kernels of a step by their kinds.
 ///
 /// A product counts each of its matrices once, and a symmetric result as a whole: the least that it
 /// has to move. Fails for a kernel of whole tensors that is not known here.
-pub fn of_step(launches: &[Arguments]) -> anyhow::Result<Vec<(&'static str, Traffic)>> {
-    let mut kinds: BTreeMap<(usize, &str), Traffic> = BTreeMap::new();
+pub fn of_step(launches: &[Arguments]) -> anyhow::Result<BTreeMap<Kind, Traffic>> {
+    let mut kinds = BTreeMap::<Kind, Traffic>::new();
     for launch in launches {
-        let Some((kind, traffic)) = of_launch(launch)? else { continue };
-        let place = KINDS.iter().position(|known| *known == kind).context("a kind")?;
-        let sum = kinds.entry((place, kind)).or_default();
-        sum.launches += 1;
-        sum.elements += traffic.elements;
-        sum.read += traffic.read;
-        sum.written += traffic.written;
+        let Some((kind, Traffic { launches, elements, read, written })) = of_launch(launch)? else {
+            continue;
+        };
+        let sum = kinds.entry(kind).or_default();
+        sum.launches += launches;
+        sum.elements += elements;
+        sum.read += read;
+        sum.written += written;
     }
-    Ok(kinds.into_iter().map(|((place, _), traffic)| (KINDS[place], traffic)).collect())
+    Ok(kinds)
 }
 
-pub const GRADIENTS_ARE_FINITE: &str = "gradients are finite";
-pub const MOMENTUM: &str = "momentum";
-pub const NORMALIZE: &str = "division by the norm";
-pub const PRODUCTS: &str = "products";
-pub const DIRECTIONS_ARE_FINITE: &str = "directions are finite";
-pub const APPLY: &str = "new values";
-pub const ADAMW: &str = "AdamW";
-const KINDS: [&str; 7] =
-    [GRADIENTS_ARE_FINITE, MOMENTUM, NORMALIZE, PRODUCTS, DIRECTIONS_ARE_FINITE, APPLY, ADAMW];
-
 /// The kind of a launch and its traffic; `None` for one of few numbers.
-fn of_launch(launch: &Arguments) -> anyhow::Result<Option<(&'static str, Traffic)>> {
+fn of_launch(launch: &Arguments) -> anyhow::Result<Option<(Kind, Traffic)>> {
     let Arguments { kernel, grid, parameters } = launch;
     if kernel.starts_with("product") {
-        return Ok(Some((PRODUCTS, of_product(launch)?)));
+        return Ok(Some((Kind::Products, of_product(launch)?)));
     }
     if kernel == "plus_identity" {
         let rows = u32::from_ne_bytes(parameters[2][..].try_into()?) as usize;
         // In two bytes, of all matrices of the batch.
         let bytes = 2 * rows * rows * grid[1] as usize;
-        let traffic = Traffic { read: bytes, written: bytes, ..Traffic::default() };
-        return Ok(Some((PRODUCTS, traffic)));
+        let traffic = Traffic { launches: 1, elements: 0, read: bytes, written: bytes };
+        return Ok(Some((Kind::Products, traffic)));
     }
     let (name, types) = kernel.split_once("_kernel").unwrap_or((kernel, ""));
     let lengths = lengths(launch)?;
@@ -70,23 +88,28 @@ fn of_launch(launch: &Arguments) -> anyhow::Result<Option<(&'static str, Traffic
     let (kind, vectors, [read, written]) = match name {
         "reject" => {
             let bytes = bytes_of("f")?;
-            // Directions have another type than gradients, or vectors of another length.
-            let kind = if bytes == 4 { GRADIENTS_ARE_FINITE } else { DIRECTIONS_ARE_FINITE };
+            // Gradients are in float32, and directions in half precision.
+            let kind =
+                if bytes == 4 { Kind::GradientsAreFinite } else { Kind::DirectionsAreFinite };
             (kind, tensors(1), [bytes, 0])
         }
         "update_momentum" => {
             let (gradient, momentum) = (bytes_of("g")?, bytes_of("f")?);
-            (MOMENTUM, tensors(5), [gradient + momentum, 2 * momentum])
+            (Kind::Momentum, tensors(5), [gradient + momentum, 2 * momentum])
         }
-        "normalize" => (NORMALIZE, lengths[0], [bytes_of("f")?, bytes_of("o")?]),
+        "normalize" => (Kind::Normalize, lengths[0], [bytes_of("f")?, bytes_of("o")?]),
         "apply" => {
             let (parameter, direction) = (bytes_of("f")?, bytes_of("u")?);
-            (APPLY, tensors(3), [parameter + direction, parameter])
+            (Kind::Apply, tensors(3), [parameter + direction, parameter])
         }
         "adamw" => {
             let (parameter, gradient, moment) = (bytes_of("f")?, bytes_of("g")?, bytes_of("m")?);
             // A parameter and a gradient each.
-            (ADAMW, tensors(6) / 2, [parameter + gradient + 2 * moment, parameter + 2 * moment])
+            (
+                Kind::AdamW,
+                tensors(6) / 2,
+                [parameter + gradient + 2 * moment, parameter + 2 * moment],
+            )
         }
         _ => {
             let largest = lengths.iter().max().copied().unwrap_or_default();
@@ -147,5 +170,5 @@ fn of_product(Arguments { kernel, parameters, .. }: &Arguments) -> anyhow::Resul
     let [(a, left), (b, right), (_, added), (_, result)] = [0, 1, 2, 3].map(matrix);
     let has_addend = parameters[4][4 * ADDEND] == 1;
     let read = left + if a == b { 0 } else { right } + if has_addend { added } else { 0 };
-    Ok(Traffic { read, written: result, ..Traffic::default() })
+    Ok(Traffic { launches: 1, elements: 0, read, written: result })
 }

@@ -19,9 +19,9 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::{Error, IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, RoutingRule};
 
-use crate::bytes::{self, Traffic};
+use crate::bytes::{self, Kind, Traffic};
 use crate::common::Matrices;
-use crate::driver::StandIn;
+use crate::driver::{Arguments, StandIn};
 use crate::train_lm::model::{Gpt, GptConfig};
 
 /// Steps before those that count. The first ones compile kernels and allocate.
@@ -71,23 +71,22 @@ const MOST_WAITS: usize = 1;
 /// Launches of a step of Muon for the 123 parameters of `train_lm --preset gpt2`, by their type. In
 /// bfloat16, master weights are read and rounded, batch by batch.
 const MOST_OF_TRAINING: [(DType, usize); 2] = [(DType::F32, 120), (DType::BF16, 175)];
+/// The same for AdamW, in both types.
+const MOST_OF_TRAINING_BY_ADAMW: usize = 75;
 
 /// The passes around the products, and the bytes that each reads and writes of an element, of
 /// parameters in float32 that are iterated in half precision.
-const PASSES_OF_MUON: &[(&str, usize)] = &[
-    (bytes::GRADIENTS_ARE_FINITE, 4),
+const PASSES_OF_MUON: &[(Kind, usize)] = &[
+    (Kind::GradientsAreFinite, 4),
     // Gradient and momentum; momentum and what is orthogonalised.
-    (bytes::MOMENTUM, 16),
-    (bytes::NORMALIZE, 6),
-    (bytes::DIRECTIONS_ARE_FINITE, 2),
+    (Kind::Momentum, 16),
+    (Kind::Normalize, 6),
+    (Kind::DirectionsAreFinite, 2),
     // Direction and parameter; parameter.
-    (bytes::APPLY, 10),
+    (Kind::Apply, 10),
 ];
 /// The same of AdamW: gradient, parameter and two moments; the latter three.
-const PASSES_OF_ADAMW: &[(&str, usize)] = &[(bytes::GRADIENTS_ARE_FINITE, 4), (bytes::ADAMW, 28)];
-
-/// The same for AdamW, in both types.
-const MOST_OF_TRAINING_BY_ADAMW: usize = 75;
+const PASSES_OF_ADAMW: &[(Kind, usize)] = &[(Kind::GradientsAreFinite, 4), (Kind::AdamW, 28)];
 
 /// Runs all models. Fails if a step launches more kernels than its limit, or asks for memory, or if
 /// one of a whole model waits, has too many tasks of fusion, or moves other bytes than it should.
@@ -127,7 +126,7 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
         model.run(device, &stand_in, &mut problems)?;
     }
     train(device, &stand_in, &mut problems)?;
-    bytes(device, &stand_in, &models[0], &mut problems)?;
+    models[0].bytes(device, &stand_in, &mut problems)?;
     ensure!(problems.is_empty(), "{}", problems.join("; "));
     Ok(())
 }
@@ -161,8 +160,9 @@ impl Model {
             }
         }
         // A recording that did not launch less would have no use.
-        if one_by_one.get(RECORDED) > one_by_one.get(FLOAT32) {
-            problems.push(format!("{}: recordings add launches: {one_by_one:?}", self.name));
+        let of_both = one_by_one.get(RECORDED).zip(one_by_one.get(FLOAT32));
+        if of_both.is_some_and(|(recorded, launched)| recorded >= launched) {
+            problems.push(format!("{}: recordings save no launch: {one_by_one:?}", self.name));
         }
         Ok(())
     }
@@ -185,6 +185,78 @@ impl Model {
         if allocations > 0 {
             problems.push(format!("{}, {name}: {allocations} allocations", self.name));
         }
+    }
+
+    /// Prints the bytes of a step of the whole model, and adds what its passes move too much.
+    fn bytes(
+        &self,
+        device: &Device,
+        stand_in: &StandIn,
+        problems: &mut Vec<String>,
+    ) -> anyhow::Result<()> {
+        let elements: usize = self.shapes.iter().map(|[m, n]| m * n).sum();
+        let [(_, muon), _, _, (_, adamw)] = optimizers();
+        for (optimizer, config, passes) in
+            [("Muon", muon, PASSES_OF_MUON), ("AdamW", adamw, PASSES_OF_ADAMW)]
+        {
+            let name = format!("{}, {optimizer}", self.name);
+            let found = bytes::of_step(&self.launches(&config, device, stand_in)?)?;
+            println!("\n### Bytes of a step, {name}\n");
+            println!("| kernels | launches | MB read | MB written | bytes for each element |");
+            println!("|---|---|---|---|---|");
+            for (kind, Traffic { launches, read, written, .. }) in &found {
+                let [read, written] = [*read, *written].map(|bytes| bytes as f64);
+                println!(
+                    "| {kind} | {launches} | {:.1} | {:.1} | {:.1} |",
+                    read * 1e-6,
+                    written * 1e-6,
+                    (read + written) / elements as f64
+                );
+            }
+            // Exactly: a pass that is made twice, or over a part of the model, fails as well.
+            for (kind, bytes) in passes {
+                let traffic = found.get(kind).copied().unwrap_or_default();
+                let moved = traffic.read + traffic.written;
+                if (traffic.elements, moved) != (elements, bytes * elements) {
+                    problems.push(format!(
+                        "{name}, {kind}: {moved} bytes for {} of {elements} elements, and not \
+                         {bytes} for each",
+                        traffic.elements
+                    ));
+                }
+            }
+            let is_known = |kind| passes.iter().any(|(known, _)| *known == kind);
+            let unknown = found.keys().find(|kind| **kind != Kind::Products && !is_known(**kind));
+            problems.extend(unknown.map(|kind| format!("{name}: {kind} is no pass of its step")));
+        }
+        Ok(())
+    }
+
+    /// The launches of a step of the whole model.
+    fn launches(
+        &self,
+        config: &MuonConfig,
+        device: &Device,
+        stand_in: &StandIn,
+    ) -> anyhow::Result<Vec<Arguments>> {
+        let device = device.clone().autodiff();
+        let gradients = Matrices::new(&self.shapes, &device);
+        let mut model = Matrices::new(&self.shapes, &device);
+        let mut optim = made(|| config.init_batched(&model))?;
+        stand_in.idle(true);
+        let mut step = |model: Matrices| -> anyhow::Result<Matrices> {
+            let grads = model.gradients_from(&gradients);
+            let model = optim.step(1e-3, model, grads)?;
+            device.sync()?;
+            Ok(model)
+        };
+        for _ in 0..WARM_UP {
+            model = step(model)?;
+        }
+        let (model, launches) = stand_in.observed(|| step(model));
+        drop(model?);
+        stand_in.idle(false);
+        Ok(launches)
     }
 
     /// Prints a row of the table for the optimizer that `init` makes.
@@ -246,71 +318,6 @@ fn row<M>(
     Ok(counts)
 }
 
-/// Prints the bytes of a step of a whole model, and adds what its passes move too much.
-fn bytes(
-    device: &Device,
-    stand_in: &StandIn,
-    Model { name, shapes, .. }: &Model,
-    problems: &mut Vec<String>,
-) -> anyhow::Result<()> {
-    let device = device.clone().autodiff();
-    let elements: usize = shapes.iter().map(|[m, n]| m * n).sum();
-    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
-    for (optimizer, config, passes) in
-        [("Muon", MuonConfig::new(), PASSES_OF_MUON), ("AdamW", adamw, PASSES_OF_ADAMW)]
-    {
-        let gradients = Matrices::new(shapes, &device);
-        let mut model = Matrices::new(shapes, &device);
-        let mut optim = made(|| config.init_batched(&model))?;
-        stand_in.idle(true);
-        let mut step = |model: Matrices| -> anyhow::Result<Matrices> {
-            let grads = model.gradients_from(&gradients);
-            let model = optim.step(1e-3, model, grads)?;
-            device.sync()?;
-            Ok(model)
-        };
-        for _ in 0..WARM_UP {
-            model = step(model)?;
-        }
-        let (model, launches) = stand_in.observed(|| step(model));
-        drop(model?);
-        stand_in.idle(false);
-        println!("\n### Bytes of a step, {name}, {optimizer}\n");
-        println!("| kernels | launches | MB read | MB written | bytes for each element |");
-        println!("|---|---|---|---|---|");
-        let found = bytes::of_step(&launches)?;
-        for (kind, Traffic { launches, read, written, .. }) in &found {
-            let [read, written] = [*read, *written].map(|bytes| bytes as f64);
-            println!(
-                "| {kind} | {launches} | {:.1} | {:.1} | {:.1} |",
-                read * 1e-6,
-                written * 1e-6,
-                (read + written) / elements as f64
-            );
-        }
-        // Exactly: a pass that is made twice, or over a part of the model, fails as well.
-        for (kind, bytes) in passes {
-            let traffic = found.iter().find(|found| found.0 == *kind).map(|found| found.1);
-            let traffic = traffic.unwrap_or_default();
-            let moved = traffic.read + traffic.written;
-            if (traffic.elements, moved) != (elements, bytes * elements) {
-                problems.push(format!(
-                    "{name}, {optimizer}, {kind}: {moved} bytes for {} of {elements} elements, \
-                     and not {bytes} for each",
-                    traffic.elements
-                ));
-            }
-        }
-        let unknown = found.iter().find(|(kind, _)| {
-            *kind != bytes::PRODUCTS && !passes.iter().any(|(known, _)| known == kind)
-        });
-        if let Some((kind, _)) = unknown {
-            problems.push(format!("{name}, {optimizer}: {kind} is no pass of its step"));
-        }
-    }
-    Ok(())
-}
-
 /// The model of `train_lm --preset gpt2`, with one text of its 1024 tokens: its passes alone, and
 /// with a step. More texts do not change what the host does.
 fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> anyhow::Result<()> {
@@ -328,7 +335,7 @@ fn train(device: &Device, stand_in: &StandIn, problems: &mut Vec<String>) -> any
             drop(gradients(&model));
             Ok(model)
         })?;
-        let [muon, adamw] = [0, 3].map(|index| optimizers()[index].1.clone());
+        let [(_, muon), _, _, (_, adamw)] = optimizers();
         for (optimizer, config, most) in
             [("Muon", muon, most), ("AdamW", adamw, MOST_OF_TRAINING_BY_ADAMW)]
         {

@@ -125,7 +125,7 @@ impl Estimate {
         );
         sharding.check_limits()?;
         options.settings.check_muon(&[contender])?;
-        options.settings.average.map_or(Ok(()), |average| average.check(options.settings.steps))?;
+        options.settings.check_average()?;
         Ok(contender)
     }
 

@@ -82,9 +82,6 @@ pub fn run(arguments: impl Iterator<Item = OsString>, stop: &AtomicBool) -> Resu
     let corpus = options.settings.corpus()?;
     if let Some(saved) = &saved {
         saved.check(&corpus, &options.settings).with_context(|| options.resume_flag())?;
-        if let Some(averaging) = options.settings.average {
-            averaging.check_resumed(saved.step).with_context(|| options.resume_flag())?;
-        }
     }
     let sizes = options.settings.model(corpus.tokenizer.vocabulary());
     corpus.check(options.settings.batch, sizes.context)?;

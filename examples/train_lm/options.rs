@@ -248,7 +248,7 @@ impl Options {
         }
         self.settings.check_muon(&runs.iter().map(|run| run.contender).collect::<Vec<_>>())?;
         self.sharding.check_limits()?;
-        self.settings.average.map_or(Ok(()), |averaging| averaging.check(self.settings.steps))?;
+        self.settings.check_average()?;
         ensure!(
             !self.sharding.is_shared()
                 || runs.iter().all(|run| run.contender.optimizer.is_shared()),

@@ -309,6 +309,11 @@ impl Settings {
         })
     }
 
+    /// Fails for an average of no step.
+    pub fn check_average(&self) -> Result<()> {
+        self.average.map_or(Ok(()), |averaging| averaging.check(self.steps))
+    }
+
     /// The rule by which a recipe orthogonalises projections of attention in blocks of heads.
     fn by_heads(&self, recipe: Recipe) -> Option<RoutingRule> {
         let projections = match recipe {
@@ -702,7 +707,7 @@ impl Progress {
             "it has {} steps behind it; give more than that with --steps",
             self.step
         );
-        Ok(())
+        settings.average.map_or(Ok(()), |averaging| averaging.check_resumed(self.step))
     }
 }
 

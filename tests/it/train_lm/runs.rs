@@ -429,7 +429,7 @@ fn recipes_bring_their_clip_and_their_iteration() {
 fn assert_near(losses: &[f64], expected: &[f64]) {
     assert_eq!(losses.len(), expected.len());
     for (loss, expected) in losses.iter().zip(expected) {
-        assert!((loss - expected).abs() < 1e-3, "{losses:?} for {expected}");
+        assert!((loss - expected).abs() < 1e-4, "{losses:?} for {expected}");
     }
 }
 
@@ -473,7 +473,7 @@ fn averages_are_validated_on_any_ranks_and_train_nothing() {
     let of_ranks = run("ranks.jsonl", &format!("{average} --ranks 2"));
     assert_near(&of_ranks.1, &averaged.1);
     assert_eq!(of_ranks, run("owned.jsonl", &format!("{average} --ranks 2 --owned dp")));
-    // A run that continues where the average begins has the whole of it.
+    // A checkpoint has the weights alone.
     let flags = flags.replace("--steps 6", "--steps 2");
     succeed(folder.path(), &format!("{flags} --average from=1,span=3 --save short.bpk"));
     rejected(
