@@ -88,11 +88,17 @@ pub fn accumulate_q(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> 
             coefficients(0),
             coefficients(1),
             coefficients(2),
+            are_cubic(polynomials),
             blocks,
             r.dtype,
         );
     }
     Ok(q)
+}
+
+/// Returns whether no polynomial has a square of `R`.
+pub(crate) fn are_cubic(polynomials: &[[f32; 3]]) -> bool {
+    polynomials.iter().all(|[_, _, c]| *c == 0.0)
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -107,6 +113,8 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
     a: &Sequence<f32>,
     b: &Sequence<f32>,
     c: &Sequence<f32>,
+    // At compile time, since a branch at run time takes registers that the sums need.
+    #[comptime] cubic: bool,
     #[comptime] blocks: u32,
     #[define(F)] _dtype: ElemType,
 ) {
@@ -134,8 +142,7 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
     sync_cube();
 
     // Z = b R + c R^2, Q = Z + a I
-    let sums = product(&r, &r, factor_of(c, 0usize), factor_of(b, 0usize), blocks);
-    store(&mut z, &sums, blocks);
+    advance_z(&mut z, &r, factor_of(b, 0usize), factor_of(c, 0usize), cubic, blocks);
     sync_cube();
     add_identity(&mut q, &z, factor_of(a, 0usize), blocks);
     for step in 1..a.len() {
@@ -149,8 +156,7 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
             sync_cube();
         }
         // Z = b R + c R^2, Q = Q (Z + a I)
-        let sums = product(&r, &r, factor_of(c, step), factor_of(b, step), blocks);
-        store(&mut z, &sums, blocks);
+        advance_z(&mut z, &r, factor_of(b, step), factor_of(c, step), cubic, blocks);
         sync_cube();
         let sums = product(&q, &z, f32::new(1.0), factor_of(a, step), blocks);
         sync_cube();
@@ -169,6 +175,32 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
                 output[position] = F::cast_from(q[index(row, column, blocks)]);
             }
         }
+    }
+}
+
+/// Writes `Z = b R + c R^2`, which has no product if all polynomials are cubic.
+#[cube]
+fn advance_z(
+    z: &mut [f32],
+    r: &[f32],
+    b: f32,
+    c: f32,
+    #[comptime] cubic: bool,
+    #[comptime] blocks: u32,
+) {
+    if cubic {
+        #[unroll]
+        for i in 0..blocks {
+            #[unroll]
+            for j in 0..blocks {
+                let (row, column) = entry(i, j);
+                let position = index(row, column, blocks);
+                z[position] = b * r[position];
+            }
+        }
+    } else {
+        let sums = product(r, r, c, b, blocks);
+        store(z, &sums, blocks);
     }
 }
 
@@ -192,18 +224,15 @@ fn product(x: &[f32], y: &[f32], alpha: f32, beta: f32, #[comptime] blocks: u32)
     for block in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
         sums[block] = f32::new(0.0);
     }
-    // Cubic polynomials have no product. The outer loop is over the inner dimension, so that an
-    // element of `x` is read once for all blocks of its row.
-    if alpha != 0.0 {
-        for inner in 0..comptime!(blocks * SIDE) {
+    // The outer loop, so that an element of `x` is read once for all blocks of its row.
+    for inner in 0..comptime!(blocks * SIDE) {
+        #[unroll]
+        for i in 0..blocks {
+            let left = x[index(entry(i, 0u32).0, inner, blocks)];
             #[unroll]
-            for i in 0..blocks {
-                let left = x[index(entry(i, 0u32).0, inner, blocks)];
-                #[unroll]
-                for j in 0..comptime!(i + 1) {
-                    let block = comptime!((i * (i + 1) / 2 + j) as usize);
-                    sums[block] += left * y[index(inner, entry(0u32, j).1, blocks)];
-                }
+            for j in 0..comptime!(i + 1) {
+                let block = comptime!((i * (i + 1) / 2 + j) as usize);
+                sums[block] += left * y[index(inner, entry(0u32, j).1, blocks)];
             }
         }
     }

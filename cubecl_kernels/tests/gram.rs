@@ -57,10 +57,16 @@ fn start(m: usize, seed: usize) -> Matrix {
 }
 
 fn check<F: Real>(k: usize, m: usize, tolerance: f64) {
-    check_steps::<F>(k, m, 1..=POLYNOMIALS.len(), tolerance);
+    check_steps::<F>(k, m, &POLYNOMIALS, 1..=POLYNOMIALS.len(), tolerance);
 }
 
-fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolerance: f64) {
+fn check_steps<F: Real>(
+    k: usize,
+    m: usize,
+    polynomials: &[[f32; 3]],
+    steps: RangeInclusive<usize>,
+    tolerance: f64,
+) {
     let Some(client) = client::<F>() else { return };
     if m > gram::max_rows(&client) {
         lacks(format!("room for {m} rows in its shared memory"));
@@ -75,10 +81,10 @@ fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolera
     let flat: Vec<f64> = starts.iter().flatten().flatten().copied().collect();
     let r = Matrices::contiguous(upload::<F>(&client, &flat), F::elem_type_native(), [k, m, m]);
     for steps in steps {
-        let q = gram::accumulate_q(&client, &r, &POLYNOMIALS[..steps]).unwrap();
+        let q = gram::accumulate_q(&client, &r, &polynomials[..steps]).unwrap();
         let q = download::<F>(&client, &q.handle);
         for (i, start) in starts.iter().enumerate() {
-            let expected = reference(start.clone(), &POLYNOMIALS[..steps]);
+            let expected = reference(start.clone(), &polynomials[..steps]);
             let size = expected.iter().flatten().fold(0.0, |a: f64, x| a.max(x.abs()));
             for (index, expected) in expected.iter().flatten().enumerate() {
                 let [row, column] = [index / m, index % m];
@@ -93,7 +99,19 @@ fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolera
 
 #[test]
 fn one_step_on_a_tiny_matrix_matches_float64() {
-    check_steps::<f32>(1, 5, 1..=1, 2e-5);
+    check_steps::<f32>(1, 5, &POLYNOMIALS, 1..=1, 2e-5);
+}
+
+/// A kernel of its own computes cubic polynomials, which have no square. The last schedule has a
+/// polynomial of either kind.
+#[test]
+fn tiny_matrices_with_cubic_polynomials_match_float64() {
+    let cubic = [1.5, -0.5, 0.0];
+    let schedules = [vec![cubic; 3], vec![cubic, POLYNOMIALS[2], cubic]];
+    for (m, polynomials) in [5, 40].into_iter().flat_map(|m| schedules.iter().map(move |p| (m, p)))
+    {
+        check_steps::<f32>(2, m, polynomials, 1..=polynomials.len(), 2e-5);
+    }
 }
 
 #[test]

@@ -511,6 +511,7 @@ fn gram_kernel(
         coefficients(0),
         coefficients(1),
         coefficients(2),
+        gram::are_cubic(polynomials),
         rows as u32 / gram::SIDE,
         dtype,
     )
@@ -549,6 +550,10 @@ fn other_kernels<const TENSORS: usize>(
     let square = gram::SIDE * gram::SIDE;
     let tile = mirror::TILE;
     let addend = || ComptimeOptionArgs::Some(buffer());
+    let small = |name, polynomial| {
+        let kernel = gram_kernel(host, properties, dtype, max_rows, &[polynomial; 8]);
+        (name, defined(name, &kernel), square)
+    };
     vec![
         kernel!(
             "reject",
@@ -787,11 +792,8 @@ fn other_kernels<const TENSORS: usize>(
             tile,
             dtype
         ),
-        (
-            "gram",
-            defined("gram", &gram_kernel(host, properties, dtype, max_rows, &[[0.5; 3]; 8])),
-            square,
-        ),
+        small("gram", [0.5; 3]),
+        small("gram, cubic", [0.5, 0.5, 0.0]),
     ]
 }
 
@@ -804,6 +806,9 @@ fn schedules_of_as_many_steps_share_a_kernel() {
     let [one, other] = [[3.4445, -4.775, 2.0315], [1.875, -1.25, 0.375]];
     assert_eq!(id(&[one, one, one]), id(&[one, other, other]));
     assert_ne!(id(&[one, one, one]), id(&[one, one]));
+    let cubic = [1.5, -0.5, 0.0];
+    assert_ne!(id(&[one, one, one]), id(&[cubic, cubic, cubic]));
+    assert_eq!(id(&[one, one, one]), id(&[one, cubic, cubic]));
 }
 
 /// 136 tiles of 128 x 128 on 132 multiprocessors would take as long as 264, and so as a full
