@@ -1,7 +1,7 @@
 //! The host as a device of Burn: the Flex backend, whose tensors are in the memory of the host.
 
 use burn::tensor::kind::Basic;
-use burn::tensor::{AllocationProperty, Device, Tensor, TensorData};
+use burn::tensor::{AllocationProperty, Bytes, DType, Device, Tensor, TensorData};
 
 /// The device whose tensors are in the memory of the host. `None` in a build without Flex.
 pub(crate) fn host() -> Option<Device> {
@@ -26,7 +26,27 @@ pub(crate) fn copied(data: TensorData) -> TensorData {
         return data;
     }
     let (bytes, shape, dtype) = data.into_parts();
-    TensorData::from_bytes_vec(bytes.to_vec(), shape, dtype)
+    TensorData::from_bytes(copy_of(&bytes, dtype), shape, dtype)
+}
+
+/// Zeros for elements of a type, in memory with the alignment that they need.
+///
+/// Burn copies the bytes of a `Vec<u8>`, which may have another one, so that both are there for a
+/// moment.
+pub(crate) fn zeros(elements: usize, dtype: DType) -> Bytes {
+    match dtype.size() {
+        2 => Bytes::from_elems(vec![0_u16; elements]),
+        4 => Bytes::from_elems(vec![0_u32; elements]),
+        8 => Bytes::from_elems(vec![0_u64; elements]),
+        size => Bytes::from_elems(vec![0_u8; elements * size]),
+    }
+}
+
+/// A copy of the bytes of elements of a type, with the alignment of [`zeros`].
+pub(crate) fn copy_of(bytes: &[u8], dtype: DType) -> Bytes {
+    let mut copy = zeros(bytes.len() / dtype.size(), dtype);
+    copy.copy_from_slice(bytes);
+    copy
 }
 
 /// A tensor on another device. A device that it leaves for the host keeps nothing of it.

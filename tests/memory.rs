@@ -48,10 +48,10 @@ fn alone() {
 }
 
 /// The bytes that all ranks hold while none of them works.
-fn usage_of_ranks(together: &Barrier) -> usize {
-    together.wait();
+fn usage_of_ranks(together: impl Fn()) -> usize {
+    together();
     let bytes = ALLOCATOR.current_usage();
-    together.wait();
+    together();
     bytes
 }
 
@@ -652,7 +652,7 @@ fn rounds_of_ranks_leave_nothing_behind() {
                     assert!(saved == round && differences.is_empty(), "{differences:?}");
                     run = Some((net, optim));
                 }
-                Ok(usage_of_ranks(&together))
+                Ok(usage_of_ranks(|| _ = together.wait()))
             };
             let before = held()?;
             Ok::<_, Error>(held()?.saturating_sub(before))
@@ -848,7 +848,7 @@ fn a_gathered_table_is_held_until_the_backward_pass() {
         return;
     }
     let together = Barrier::new(2);
-    let now = || usage_of_ranks(&together);
+    let now = || usage_of_ranks(|| _ = together.wait());
     let devices = World::devices(2).into_iter().map(|device| device.gradient_checkpointing());
     let run = World::threads(devices, |world| {
         let layout = Layout::from(&world).owned("dp").with_ahead_mb(0.0);
@@ -944,7 +944,7 @@ const FROZEN: Named = ("owned, with a frozen table", |mesh| {
 fn unreported(ranks: usize, (name, layout): Named, path: &Path) -> [usize; 4] {
     let together = Barrier::new(ranks);
     let before = ALLOCATOR.current_usage();
-    let held = || usage_of_ranks(&together).saturating_sub(before);
+    let held = || usage_of_ranks(|| _ = together.wait()).saturating_sub(before);
     let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
     let run = World::threads(vec![Device::default().autodiff(); ranks], |world| {
         let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());
@@ -1136,7 +1136,7 @@ fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout, in_float32: bool) ->
         let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());
         let model = layout.shard(Stacked::new(world.device()))?;
         world.comm().barrier()?;
-        let before = usage_of_ranks(&together);
+        let before = usage_of_ranks(|| _ = together.wait());
         let (mut average, mut exact) = (model.clone(), None);
         if in_float32 {
             let average = exact.insert(WeightAverage::new(&layout, &model));
@@ -1148,7 +1148,7 @@ fn of_an_average(ranks: usize, layout: fn(&Mesh) -> Layout, in_float32: bool) ->
             average = layout.map_elements(average, |_, values| values.clamp(-0.5, 0.5));
         }
         world.comm().barrier()?;
-        let after = usage_of_ranks(&together);
+        let after = usage_of_ranks(|| _ = together.wait());
         drop((average, exact, model));
         Ok::<_, Error>(after.saturating_sub(before))
     });
@@ -1391,7 +1391,7 @@ fn growth_of_evaluations(layout: fn(&Mesh) -> Layout) -> usize {
         let evaluated = model.valid();
         let evaluate = |passes: usize| {
             (0..passes).for_each(|_| drop(evaluated.output()));
-            usage_of_ranks(&together)
+            usage_of_ranks(|| _ = together.wait())
         };
         // Calls are kept one by one until there are 16,384, here by four of each pass.
         let before = evaluate(6_000);
@@ -1454,11 +1454,11 @@ fn passes_hold_what_their_reports_say() {
             };
             // Libraries, and the depths of the graph.
             layout.backward(&loss(true), &model)?;
-            let before = usage_of_ranks(&together);
+            let before = usage_of_ranks(|| _ = together.wait());
             let states = |when| {
                 let memory = optim.memory();
                 let reported = memory.gathered.now + memory.in_flight.now;
-                (when, usage_of_ranks(&together).saturating_sub(before), reported)
+                (when, usage_of_ranks(|| _ = together.wait()).saturating_sub(before), reported)
             };
             layout.accumulate(&loss(false), &model)?;
             let first = states("a micro-batch");
@@ -1567,56 +1567,99 @@ fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
 /// Matrices of a model whose memory is forecast, two of which fill a bucket.
 const FORECAST: usize = 128;
 
-/// The bytes of all ranks together: between steps, at the peak of a step and in its messages as
-/// forecast, and the first two as counted by the allocator.
-fn forecast_and_counted(
-    (config, dtype, ranks, passes): (&DistMuonConfig, DType, usize, bool),
-    columns: usize,
-    lay: impl Fn(&World) -> Result<Layout, Error> + Sync,
-) -> ([usize; 3], [usize; 2]) {
-    let equal = |count: usize, device: &Device| {
-        let zeros =
-            |_| Param::from_tensor(Tensor::zeros([16, columns], (device, dtype)).require_grad());
+type Lay = fn(&World) -> Result<Layout, Error>;
+
+/// A run whose memory is forecast.
+struct ForecastCase {
+    name: &'static str,
+    dtype: DType,
+    config: DistMuonConfig,
+    /// Gradients are those of backward passes.
+    passes: bool,
+    lay: Lay,
+}
+
+impl ForecastCase {
+    fn layout(&self, world: &World) -> Result<Layout, Error> {
+        Ok((self.lay)(world)?.with_muon(self.config.muon.clone()))
+    }
+
+    fn model(&self, count: usize, columns: usize, device: &Device) -> Equal {
+        let zeros = |_| {
+            Param::from_tensor(Tensor::zeros([16, columns], (device, self.dtype)).require_grad())
+        };
         Equal { matrices: (0..count).map(zeros).collect() }
-    };
-    let lay = |world: &World| lay(world).map(|layout| layout.with_muon(config.muon.clone()));
-    let device = Device::default().autodiff().gradient_checkpointing();
-    let forecast = {
-        let model = equal(FORECAST, &device);
-        config.forecast_memory(ranks, 1, &model, lay).unwrap()
-    };
-    let together = Barrier::new(ranks);
-    let counted = World::threads(vec![device; ranks], |world| {
+    }
+
+    /// The bytes of every rank.
+    fn forecast(&self, columns: usize, ranks: usize) -> Vec<RankMemory> {
+        let model = self.model(FORECAST, columns, &forecast_device());
+        let forecast = self.config.forecast_memory(ranks, 1, &model, |world| self.layout(world));
+        forecast.unwrap().ranks().to_vec()
+    }
+
+    /// The bytes between steps and at the peak of a step, as the allocator of this process counts
+    /// them. `together` waits for all ranks.
+    fn counted(
+        &self,
+        world: &World,
+        columns: usize,
+        together: impl Fn(),
+    ) -> Result<[usize; 2], Error> {
         // Products allocate scratch memory once per thread.
-        let layout = lay(&world)?;
-        let small = layout.shard(equal(2 * ranks, world.device()))?;
-        let mut optim = config.init_on(&layout, &small)?;
-        drop(step_of(&layout, small, &mut optim, passes)?);
+        let layout = self.layout(world)?;
+        let small = layout.shard(self.model(2 * world.size(), columns, world.device()))?;
+        let mut optim = self.config.init_on(&layout, &small)?;
+        drop(step_of(&layout, small, &mut optim, self.passes)?);
         drop((optim, layout));
         world.comm().barrier()?;
         let before = usage_of_ranks(&together);
-        let layout = lay(&world)?;
-        let model = layout.shard(equal(FORECAST, world.device()))?;
-        let mut optim = config.init_on(&layout, &model)?;
+        let layout = self.layout(world)?;
+        let model = layout.shard(self.model(FORECAST, columns, world.device()))?;
+        let mut optim = self.config.init_on(&layout, &model)?;
         // Threads share the values until the first step, and the first pass has no order of uses.
-        let model = step_of(&layout, model, &mut optim, passes)?;
+        let model = step_of(&layout, model, &mut optim, self.passes)?;
         world.comm().barrier()?;
-        let between = usage_of_ranks(&together) - before;
-        if world.is_main() {
-            ALLOCATOR.reset_peak_usage();
-        }
+        let between = usage_of_ranks(&together).saturating_sub(before);
+        ALLOCATOR.reset_peak_usage();
         usage_of_ranks(&together);
-        let model = step_of(&layout, model, &mut optim, passes)?;
-        together.wait();
-        let peak = ALLOCATOR.peak_usage() - before;
-        together.wait();
+        let model = step_of(&layout, model, &mut optim, self.passes)?;
+        together();
+        let peak = ALLOCATOR.peak_usage().saturating_sub(before);
+        together();
         drop(model);
-        Ok::<_, Error>([between, peak])
-    });
-    let all = |bytes: fn(&RankMemory) -> usize| forecast.ranks().iter().map(bytes).sum();
-    let forecast =
-        [all(RankMemory::between_steps), all(|rank| rank.peak), all(|rank| rank.messages)];
-    (forecast, counted.unwrap().swap_remove(0))
+        Ok([between, peak])
+    }
+
+    /// As [`counted`](Self::counted), for a model whose tensors are of 8192 columns, without the
+    /// names, routes and functions of the host, which has them for as many small parameters, too.
+    fn counted_in_tensors(
+        &self,
+        of_small: usize,
+        counted: impl Fn(usize) -> [usize; 2],
+    ) -> [f64; 2] {
+        let of_host = counted(64)[0].saturating_sub(of_small);
+        counted(8192).map(|bytes| bytes.saturating_sub(of_host) as f64)
+    }
+
+    /// Bytes of the workspace of an update, which a forecast leaves out, for an element of a
+    /// bucket.
+    fn workspace(&self, updating: usize) -> usize {
+        match () {
+            // Random rounding has the largest: the numbers of a bucket, of which all ranks together
+            // have one. Whether they have them at the same time, and at the peak, is chance.
+            () if self.name.starts_with("lean") => 14,
+            // Codes of 8 bits have the second largest: the values of a bucket in float32.
+            () if self.name.starts_with("8 bits") => 16,
+            // The direction of a matrix, half a bucket, at each rank that updates one.
+            () if self.name == "in slices" => DType::F32.size() / 2 * updating,
+            () => 0,
+        }
+    }
+}
+
+fn forecast_device() -> Device {
+    Device::default().autodiff().gradient_checkpointing()
 }
 
 /// A step on gradients of a backward pass, or on given ones.
@@ -1645,17 +1688,10 @@ fn step_of(
     optim.step(1e-3, model, grads)
 }
 
-#[test]
-fn forecasts_are_what_the_allocator_counts() {
-    alone();
-    if !is_on_host() {
-        return;
-    }
-    // Elements: two matrices.
-    const OF_BUCKET: usize = 2 * 16 * 8192;
-    // Bytes of the workspace in which an element is coded in 8 bits.
-    const CODING: usize = 16;
-    type Lay = fn(&World) -> Result<Layout, Error>;
+/// Elements of a bucket: two matrices.
+const OF_BUCKET: usize = 2 * 16 * 8192;
+
+fn forecast_cases() -> Vec<ForecastCase> {
     let replicated: Lay = |world| Ok(Layout::new(&Mesh::flat(world)));
     let reduced: Lay =
         |world| Ok(Layout::new(&Mesh::flat(world)).overlap_backward().with_in_flight_mb(0.0));
@@ -1691,51 +1727,111 @@ fn forecasts_are_what_the_allocator_counts() {
         .with_rule(RoutingRule::custom("", "lamb"));
     let (full, half) = (DType::F32, DType::BF16);
     let cases = [
-        ("Muon", full, config(muon(), full), false, replicated),
-        ("AdamW", full, config(adamw, full), false, replicated),
-        ("bfloat16", half, config(muon(), half), false, replicated),
-        ("reduced in passes", full, config(muon(), full), true, reduced),
-        ("lean, reduced in passes", half, config(lean.clone(), half), true, reduced),
-        ("lean, owned", half, config(lean, half), true, owned),
-        ("in slices", full, config(muon(), full), false, sliced),
-        ("owned", full, config(muon(), full), true, owned),
-        ("in rows", full, config(muon(), full), true, rows),
-        ("8 bits", full, config(coded.clone(), full), false, replicated),
-        ("8 bits, owned", full, config(coded, full), true, owned),
-        ("LAMB", full, config(lamb.clone(), full), false, replicated),
-        ("LAMB, owned", full, config(lamb, full), true, owned),
+        ("Muon", full, muon(), false, replicated),
+        ("AdamW", full, adamw, false, replicated),
+        ("bfloat16", half, muon(), false, replicated),
+        ("reduced in passes", full, muon(), true, reduced),
+        ("lean, reduced in passes", half, lean.clone(), true, reduced),
+        ("lean, owned", half, lean, true, owned),
+        ("in slices", full, muon(), false, sliced),
+        ("owned", full, muon(), true, owned),
+        ("in rows", full, muon(), true, rows),
+        ("8 bits", full, coded.clone(), false, replicated),
+        ("8 bits, owned", full, coded, true, owned),
+        ("LAMB", full, lamb.clone(), false, replicated),
+        ("LAMB, owned", full, lamb, true, owned),
     ];
+    let case = |(name, dtype, muon, passes, lay)| ForecastCase {
+        name,
+        dtype,
+        config: config(muon, dtype),
+        passes,
+        lay,
+    };
+    cases.into_iter().map(case).collect()
+}
+
+#[test]
+fn forecasts_are_what_the_allocator_counts() {
+    alone();
+    if !is_on_host() {
+        return;
+    }
+    let on_threads = |case: &ForecastCase, ranks: usize, columns: usize| {
+        let barrier = Barrier::new(ranks);
+        let together = || _ = barrier.wait();
+        let devices = vec![forecast_device(); ranks];
+        World::threads(devices, |world| case.counted(&world, columns, together)).unwrap()[0]
+    };
+    let cases = forecast_cases();
     // Libraries allocate the memory that they keep at first use.
-    forecast_and_counted((&cases[0].2, full, 1, false), 8192, replicated);
-    for ranks in [1, 2, 4, 8] {
-        for (name, dtype, config, passes, lay) in &cases {
-            let run =
-                |columns| forecast_and_counted((config, *dtype, ranks, *passes), columns, *lay);
-            // Names, routes and functions of the host, of as many parameters without elements.
-            let ([between, ..], counted) = run(64);
-            let of_host = counted[0].saturating_sub(between);
-            let ([between, peak, messages], counted) = run(8192);
-            let [held, most] = counted.map(|bytes| bytes.saturating_sub(of_host) as f64);
-            let case = format!("{name}, {ranks} ranks: {held} between steps, {most} at the peak");
-            println!("{case}; forecast: {between}, {peak} with {messages} in messages");
-            assert!((held / between as f64 - 1.0).abs() < 0.03, "{case}: {between}");
-            // Among threads, a message that is received takes no memory.
-            let least = (peak - messages) as f64;
-            // Workspaces do not count. Random rounding has the largest: the numbers of a bucket, of
-            // which all ranks together have one. Whether they have them at the same time, and at
-            // the peak, is chance.
-            // Codes of 8 bits have the second largest: the values of a bucket in float32.
-            let of_element = match () {
-                () if name.starts_with("lean") => 14,
-                () if name.starts_with("8 bits") => CODING,
-                // The direction of a matrix, half a bucket, at each rank that updates one.
-                () if *name == "in slices" => DType::F32.size() / 2 * ranks,
-                () => 0,
+    on_threads(&cases[0], 1, 8192);
+    // `forecasts_are_what_processes_count` has 8.
+    for ranks in [1, 2, 4] {
+        for case in &cases {
+            let of_all = |columns: usize, bytes: fn(&RankMemory) -> usize| -> usize {
+                case.forecast(columns, ranks).iter().map(bytes).sum()
             };
-            let largest = 1.03 * (peak + of_element * OF_BUCKET) as f64;
-            assert!(most > 0.97 * least && most < largest, "{case}: {peak}");
+            let of_small = of_all(64, RankMemory::between_steps);
+            let [held, most] =
+                case.counted_in_tensors(of_small, |columns| on_threads(case, ranks, columns));
+            let between = of_all(8192, RankMemory::between_steps);
+            let [peak, messages] = [of_all(8192, |of| of.peak), of_all(8192, |of| of.messages)];
+            let name = case.name;
+            let text = format!("{name}, {ranks} ranks: {held} between steps, {most} at the peak");
+            println!("{text}; forecast: {between}, {peak} with {messages} in messages");
+            assert!((held / between as f64 - 1.0).abs() < 0.03, "{text}: {between}");
+            // Ranks have their most messages at different times, and what a thread receives takes
+            // no memory.
+            let least = (peak - messages) as f64;
+            let largest = 1.03 * (peak + case.workspace(ranks) * OF_BUCKET) as f64;
+            assert!(most > 0.97 * least && most < largest, "{text}: {peak}");
         }
     }
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn forecasts_are_what_processes_count() {
+    alone();
+    if std::env::var_os(RANK).is_some() {
+        return compare_forecasts_with_a_process();
+    }
+    if !is_on_host() || !mpirun::is_there() {
+        return;
+    }
+    for ranks in [1, 2, 4, 8] {
+        run_in_processes("forecasts_are_what_processes_count", ranks);
+    }
+}
+
+/// Compares the forecast of this rank with what its process allocates.
+#[cfg(feature = "mpi")]
+fn compare_forecasts_with_a_process() {
+    let world = World::from_env().unwrap();
+    let world = World::new(world.communicator(), forecast_device());
+    let (rank, ranks) = (world.rank(), world.size());
+    let counted = |case: &ForecastCase, columns: usize| {
+        case.counted(&world, columns, || world.comm().barrier().unwrap()).unwrap()
+    };
+    let cases = forecast_cases();
+    // Libraries allocate the memory that they keep at first use.
+    counted(&cases[0], 8192);
+    for case in &cases {
+        let of_small = case.forecast(64, ranks)[rank].between_steps();
+        let [held, most] = case.counted_in_tensors(of_small, |columns| counted(case, columns));
+        let forecast = case.forecast(8192, ranks)[rank];
+        let [between, peak] = [forecast.between_steps(), forecast.peak];
+        let text = format!("{}, rank {rank} of {ranks}: {held} between steps, {most}", case.name);
+        println!("{text} at the peak; forecast: {between}, {peak}");
+        assert!((held / between as f64 - 1.0).abs() < 0.03, "{text}: {between}");
+        // The direction of a matrix and two factors of its iteration, and, with random rounding,
+        // the numbers of a bucket.
+        let workspace = if case.name.starts_with("lean") { 14 } else { 6 } * OF_BUCKET;
+        let (least, largest) = (0.97 * peak as f64, 1.03 * (peak + workspace) as f64);
+        assert!((least..largest).contains(&most), "{text} at the peak: {peak}");
+    }
+    world.comm().barrier().unwrap();
 }
 
 #[test]
@@ -1770,15 +1866,23 @@ fn a_process_holds_its_share_of_owned_parameters_and_states() {
     if !is_on_host() || !mpirun::is_there() {
         return;
     }
-    let mut mpirun = mpirun::mpirun(2);
+    run_in_processes("a_process_holds_its_share_of_owned_parameters_and_states", 2);
+}
+
+/// Runs a test in processes that are ranks, in which it must pass.
+#[cfg(feature = "mpi")]
+fn run_in_processes(test: &str, ranks: usize) {
+    let mut mpirun = mpirun::mpirun(ranks);
     // Not the current executable, which is the loader's where that was called with a program.
     let program = std::env::args_os().next().expect("a program has a name");
     mpirun.arg(program).env(RANK, "1");
-    mpirun.args(["a_process_holds_its_share_of_owned_parameters_and_states", "--exact"]);
+    mpirun.args([test, "--exact", "--show-output"]);
     let output = mpirun::output(mpirun).expect("mpirun runs");
     let text = String::from_utf8_lossy(&output.stdout);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.matches("1 passed").count() == 2, "{text}{errors}");
+    let passed = text.matches("1 passed").count();
+    println!("{text}");
+    assert!(output.status.success() && passed == ranks, "{text}{errors}");
 }
 
 #[cfg(feature = "mpi")]

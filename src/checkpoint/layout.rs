@@ -225,8 +225,17 @@ impl Index {
 /// A text that names `part`.
 pub fn bytes_at(file: &mut File, start: u64, count: usize, part: &str) -> Result<Vec<u8>, String> {
     let mut bytes = vec![0; count];
-    let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes));
-    read.map(|()| bytes).map_err(|error| unreadable(part, &error))
+    read_at(file, start, &mut bytes, part).map(|()| bytes)
+}
+
+/// Reads the bytes of a file from `start` on into `bytes`.
+///
+/// # Errors
+///
+/// A text that names `part`.
+pub fn read_at(file: &mut File, start: u64, bytes: &mut [u8], part: &str) -> Result<(), String> {
+    let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(bytes));
+    read.map_err(|error| unreadable(part, &error))
 }
 
 /// The CRC-32 of a range of a file, which is read block by block.

@@ -12,10 +12,11 @@ use burn::tensor::{Bytes, DType, TensorData};
 use burn_pack::{Reader, Scalar, Writer};
 use serde::de::DeserializeOwned;
 
-use super::layout::{Index, Section, bytes_at, checksum_of, verify};
+use super::layout::{Index, Section, bytes_at, checksum_of, read_at, verify};
 use super::write::{Contents, Planned};
 use super::{FORMAT, MODEL, OPTIMIZER, PROGRESS, prefixed};
 use crate::error::{Error, Result};
+use crate::host;
 
 /// The named tensors, scalars and texts of a checkpoint or of an optimizer's record.
 ///
@@ -63,17 +64,19 @@ struct InFile {
 
 impl InFile {
     /// Reads the elements of a tensor and verifies their checksum.
-    fn read(&self, name: &str) -> Result<Vec<u8>> {
+    fn read(&self, name: &str, dtype: DType) -> Result<Bytes> {
         let Self { file, range, bytes, checksum } = self;
         let part = format!("tensor `{name}`");
-        let count = (range.end - range.start) as usize;
-        let mut data = file.read(|file| {
-            let data = bytes_at(file, range.start, count, &part)?;
+        let end = range.start + *bytes as u64;
+        let mut data = host::zeros(bytes / dtype.size(), dtype);
+        file.read(|file| {
+            read_at(file, range.start, &mut data, &part)?;
             // Verified in memory: a second read could return other bytes.
-            verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
+            let mut hash = crc32fast::Hasher::new();
+            hash.update(&data);
+            hash.update(&bytes_at(file, end, (range.end - end) as usize, &part)?);
+            verify(&part, *checksum, hash.finalize())
         })?;
-        // The zeros after the elements were read for the checksum only.
-        data.truncate(*bytes);
         Ok(data)
     }
 
@@ -435,11 +438,12 @@ impl Archive {
         };
         let bytes = match &stored.location {
             Location::Memory(bytes) => bytes.clone(),
-            Location::File(file) => Bytes::from_bytes_vec(file.read(name)?),
+            Location::File(file) => file.read(name, stored.dtype)?,
             Location::Files(files) => {
-                let (mut all, size) = (vec![0; stored.bytes()], stored.dtype.size());
+                let (dtype, size) = (stored.dtype, stored.dtype.size());
+                let mut all = host::zeros(stored.bytes() / size, dtype);
                 for (ranges, file) in files {
-                    let (bytes, mut end) = (file.read(name)?, 0);
+                    let (bytes, mut end) = (file.read(name, dtype)?, 0);
                     for range in ranges {
                         let start = end;
                         end += range.len() * size;
@@ -447,7 +451,7 @@ impl Archive {
                             .copy_from_slice(&bytes[start..end]);
                     }
                 }
-                Bytes::from_bytes_vec(all)
+                all
             }
         };
         TensorData::try_from_bytes(bytes, stored.shape.clone(), stored.dtype)

@@ -38,7 +38,7 @@ mod nccl;
 mod pending;
 #[cfg(feature = "processes")]
 mod reduce_by_exchange;
-mod sum_over_ranks;
+pub(crate) mod sum_over_ranks;
 mod thread_rounds;
 mod uneven_batches;
 // Processes make external calls.

@@ -43,15 +43,33 @@ pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Te
     if length == 0 {
         return flat::empty(dtype, &received.device());
     }
-    let received_dtype = received.dtype();
+    let (contributed, device) = (received.dtype(), received.device());
     let rows = received.reshape([ranks, length]);
-    in_blocks([ranks, length], received_dtype, |columns| {
-        let rows = match columns.len() == length {
-            true => rows.clone(),
-            false => rows.clone().slice([0..ranks, columns]),
-        };
-        op.finish(rows_in_pairs(rows.cast(FloatDType::F32)), ranks, dtype)
-    })
+    let sum = |rows: Tensor<2>| op.finish(rows_in_pairs(rows.cast(FloatDType::F32)), ranks, dtype);
+    let blocks = blocks([ranks, length], contributed);
+    if blocks.len() == 1 {
+        // Moved, so that the first sums free it.
+        return sum(rows);
+    }
+    let block = |columns: Range<usize>| sum(rows.clone().slice([0..ranks, columns]));
+    flat::concat(blocks.into_iter().map(block).collect(), dtype, &device)
+}
+
+/// Returns the bytes that [`rows`] holds at most, for contributions of a type and `elements` in
+/// all: the contributions, float32 copies of those in half precision, and half as many sums.
+pub fn bytes_of_rows(elements: usize, ranks: usize, contributed: DType) -> usize {
+    let given = elements * contributed.size();
+    if ranks == 1 {
+        return given;
+    }
+    let widened = match contributed {
+        DType::F32 => elements,
+        _ => elements.min(BLOCK),
+    };
+    let sums = widened / ranks * ranks.div_ceil(2);
+    // A single block takes the place of the contributions.
+    let rest = if widened == elements { 0 } else { given };
+    rest + (widened + sums) * DType::F32.size()
 }
 
 /// Reduces contributions on any devices, one per rank and of equal lengths, on `device`.
@@ -60,29 +78,29 @@ pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -
     match (length, parts) {
         (0, _) => flat::empty(dtype, device),
         (_, [only]) => only.clone().to_device(device).cast(dtype),
-        _ => in_blocks([ranks, length], parts[0].dtype(), |columns| {
-            let widened =
-                |part| flat::slice(part, columns.clone()).to_device(device).cast(FloatDType::F32);
-            op.finish(parts_in_pairs(parts.iter().map(widened).collect()), ranks, dtype)
-        }),
+        _ => {
+            let block = |columns: Range<usize>| {
+                let widened = |part| {
+                    flat::slice(part, columns.clone()).to_device(device).cast(FloatDType::F32)
+                };
+                op.finish(parts_in_pairs(parts.iter().map(widened).collect()), ranks, dtype)
+            };
+            let blocks = blocks([ranks, length], parts[0].dtype()).into_iter();
+            flat::concat(blocks.map(block).collect(), dtype, device)
+        }
     }
 }
 
-/// Reduces blocks of columns one by one. Float32 needs no blocks, since nothing is widened.
-fn in_blocks(
-    [ranks, length]: [usize; 2],
-    contributed: DType,
-    reduce: impl Fn(Range<usize>) -> Tensor<1>,
-) -> Tensor<1> {
+/// Returns the blocks of columns that are reduced one by one. Float32 is one block, since nothing
+/// is widened.
+fn blocks([ranks, length]: [usize; 2], contributed: DType) -> Vec<Range<usize>> {
     let width = match contributed {
         DType::F32 => length,
         // Half precision is widened before the sum: block by block, so that the float32 copies of
         // all ranks never exist at once.
         _ => (BLOCK / ranks).clamp(1, length),
     };
-    let starts = (0..length).step_by(width);
-    let mut sums: Vec<_> = starts.map(|start| reduce(start..(start + width).min(length))).collect();
-    if sums.len() == 1 { sums.swap_remove(0) } else { Tensor::cat(sums, 0) }
+    (0..length).step_by(width).map(|start| start..(start + width).min(length)).collect()
 }
 
 /// Adds up tensors in pairs. Contributions of other ranks are separate tensors, and putting them

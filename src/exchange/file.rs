@@ -7,10 +7,11 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{BoolStore, Bytes, DType, TensorData};
+use burn::tensor::{BoolStore, DType, TensorData};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, View};
 
 use crate::error::{Error, Result};
+use crate::host;
 use crate::replaced_file;
 
 /// Bytes of the length in front of a header.
@@ -99,12 +100,13 @@ impl Source {
             });
         };
         let (start, end) = info.data_offsets;
-        let mut bytes = vec![0; end - start];
+        let shape = self.tensors[name].shape.clone();
+        // The header was checked: the file has so many bytes.
+        let mut bytes = host::zeros((end - start) / dtype.size(), dtype);
         let position = SeekFrom::Start(self.start + start as u64);
         let read = self.file.seek(position).and_then(|_| self.file.read_exact(&mut bytes));
         read.map_err(|error| self.broken(format!("cannot read tensor `{name}`: {error}")))?;
-        let shape = self.tensors[name].shape.clone();
-        TensorData::try_from_bytes(Bytes::from_bytes_vec(bytes), shape, dtype)
+        TensorData::try_from_bytes(bytes, shape, dtype)
             .map_err(|error| self.broken(format!("tensor `{name}`: {error}")))
     }
 
@@ -252,14 +254,13 @@ pub fn transposed(data: TensorData) -> TensorData {
     let dtype = data.dtype();
     let (bytes, shape, _) = data.into_parts();
     let [rows, columns] = shape.dims();
-    let (size, mut swapped) = (dtype.size(), Vec::with_capacity(bytes.len()));
-    for column in 0..columns {
-        for row in 0..rows {
-            let start = (row * columns + column) * size;
-            swapped.extend_from_slice(&bytes[start..start + size]);
-        }
+    let (size, mut swapped) = (dtype.size(), host::zeros(rows * columns, dtype));
+    let elements = (0..columns).flat_map(|column| (0..rows).map(move |row| [row, column]));
+    for (to, [row, column]) in swapped.chunks_exact_mut(size).zip(elements) {
+        let start = (row * columns + column) * size;
+        to.copy_from_slice(&bytes[start..start + size]);
     }
-    TensorData::from_bytes(Bytes::from_bytes_vec(swapped), [columns, rows], dtype)
+    TensorData::from_bytes(swapped, [columns, rows], dtype)
 }
 
 /// The least and the largest integer of a type, as far as float64 has all integers up to them;

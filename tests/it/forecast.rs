@@ -233,9 +233,9 @@ fn sharded_gradients_and_states_save_what_was_published() {
         let memory = square(&config, DType::F32, [layers, width], ranks, reduced);
         let held = memory.between_steps() + memory.gradients + memory.shards;
         assert_eq!(held, p + 2 * p / ranks, "{ranks} ranks: {memory:?}");
-        // The buckets in flight are all that comes on top.
+        // The buckets in flight, and the sums of one, are all that comes on top.
         assert!(memory.peak <= held + memory.messages, "{ranks} ranks: {memory:?}");
-        assert!(memory.messages <= 3 * 2 * 1_000_000, "{ranks} ranks: {memory:?}");
+        assert!(memory.messages <= (3 * 2 + 1) * 1_000_000, "{ranks} ranks: {memory:?}");
         let saved = 100.0 * (1.0 - held as f64 / (3 * p) as f64);
         assert_eq!((saved + 1e-9).round(), percent, "{ranks} ranks: {saved}");
     }

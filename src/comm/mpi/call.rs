@@ -5,7 +5,7 @@ use std::mem::{forget, take};
 use std::os::raw::{c_int, c_void};
 use std::sync::Arc;
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{Bytes, DType, TensorData};
 use mpi::ffi;
 use mpi::topology::Communicator as _;
 
@@ -13,6 +13,7 @@ use super::library::{RawCommunicator, check_code};
 use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall};
 use crate::comm::counts::offsets;
 use crate::error::{Error, Result};
+use crate::host;
 
 /// The addresses that are passed for empty buffers, to send from and to receive into. An empty
 /// `Vec` has a dangling pointer, which may equal an address with a meaning for MPI, such as
@@ -44,7 +45,7 @@ pub struct StartedCall {
     /// Read by MPI.
     send: TensorData,
     /// Written by MPI.
-    receive: Vec<u8>,
+    receive: Bytes,
     /// Read by MPI.
     counts: Vec<Vec<c_int>>,
     is_finished: bool,
@@ -91,7 +92,7 @@ impl StartedCall {
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
             send,
-            receive: vec![0; received * dtype.size()],
+            receive: host::zeros(received, dtype),
             counts,
             is_finished: false,
         };
@@ -118,12 +119,16 @@ impl StartedCall {
 
     /// Waits until all ranks have made the same call and it has finished. Returns the received
     /// bytes.
-    pub fn finish(mut self, control: &Control) -> Result<Vec<u8>> {
+    pub fn finish(mut self, control: &Control) -> Result<Bytes> {
         self.wait(control).map_err(|error| {
             self.comm.library.abandon();
             control.cause_of(&self.call, error, COMPARE_AFTER)
         })?;
-        Ok(take(&mut self.receive))
+        Ok(self.take_received())
+    }
+
+    fn take_received(&mut self) -> Bytes {
+        std::mem::replace(&mut self.receive, host::zeros(0, DType::U8))
     }
 
     fn wait(&mut self, control: &Control) -> Result<()> {
@@ -149,7 +154,7 @@ impl Drop for StartedCall {
         if !self.is_finished {
             // MPI may still read and write this memory: leak it.
             forget(std::mem::replace(&mut self.send, TensorData::new(Vec::<u8>::new(), [0])));
-            forget(take(&mut self.receive));
+            forget(self.take_received());
             forget(take(&mut self.counts));
         }
     }

@@ -155,7 +155,7 @@ impl Mpi {
             if received == 0 {
                 return Ok(flat::empty(dtype, &device));
             }
-            let data = TensorData::from_bytes_vec(bytes, [received], dtype);
+            let data = TensorData::from_bytes(bytes, [received], dtype);
             Ok(Tensor::from_data(data, (&device, dtype)))
         }))
     }

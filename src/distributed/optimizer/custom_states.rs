@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
 
 use burn::optim::{StateSink, StateSource};
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_pack::Scalar;
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,7 @@ use crate::comm::World;
 use crate::distributed::plan::BucketKind;
 use crate::error::Result;
 use crate::flat;
+use crate::host;
 use crate::update::{OWN_STATE, of_another, unused as unused_slot};
 
 /// Bytes of a message, in which the states of several matrices have room.
@@ -163,9 +164,8 @@ impl OwnStates {
             }
             let mut start = 0;
             for TensorOutline { dtype, shape, bytes, .. } in &self.outlines[parameter].tensors {
-                let values = elements[start..start + bytes].to_vec();
+                let values = host::copy_of(&elements[start..start + bytes], *dtype);
                 start += bytes;
-                let values = Bytes::from_bytes_vec(values);
                 let data = TensorData::from_bytes(values, shape.clone(), *dtype);
                 each(*bytes, Box::new(iter::once(data)));
             }
@@ -210,8 +210,8 @@ fn sent(
         let part = match words {
             0 => flat::empty(device.1, device.0),
             _ => {
-                let part = local[start..start + words * word].to_vec();
-                Tensor::from_data(TensorData::from_bytes_vec(part, [words], device.1), device)
+                let part = host::copy_of(&local[start..start + words * word], device.1);
+                Tensor::from_data(TensorData::from_bytes(part, [words], device.1), device)
             }
         };
         let received = match everywhere {

@@ -45,8 +45,8 @@ pub struct RankMemory {
     /// [`StatesOn::Host`](crate::distributed::StatesOn::Host). They do not count in `masters` and
     /// `states`, and only two buckets of them in `peak`.
     pub on_host: usize,
-    /// Messages that are sent and received at one time, at most: of a step, or of the gradients
-    /// that a backward pass reduces.
+    /// Messages that are sent and received at one time, with the sums of what is received, at
+    /// most: of a step, or of the gradients that a backward pass reduces.
     pub messages: usize,
     /// Owned parameters that are gathered ahead of their use, with the one in use, at most. Without
     /// those that are held longer since ranks left them out.
@@ -133,8 +133,9 @@ impl DistMuonConfig {
     ///
     /// The tensors of the model, its gradients and the optimizer count, as in
     /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
-    /// which sends and receives in memory of its own, as MPI and NCCL do. Among threads, a message
-    /// that is received takes none. Activations and the intermediate results of an update
+    /// which sends and receives in memory of its own and adds up what every rank sent, as MPI does,
+    /// and NCCL with exact sums. Among threads, a message that is received takes none. Activations
+    /// and the intermediate results of an update
     /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)) do not count. Gradients are
     /// taken to be float32 with [`GradDtype::Float32`], and otherwise of their parameter's type.
     /// Parameters that are not initialised have the default type of their device.

@@ -4,15 +4,16 @@ use std::collections::VecDeque;
 
 use super::RankMemory;
 use crate::backend::precise_dtype;
-use crate::comm::received;
+use crate::comm::{received, sum_over_ranks};
 use crate::distributed::forecast::planned_rank::PlannedRank;
 use crate::distributed::layout::{Message, PassParameter, Passes};
 
 /// Gradients of one type on their way to their owners, in one message.
 struct GradientMessage<'a> {
     parameters: Vec<&'a PassParameter>,
-    /// Bytes of the message.
+    /// Bytes of the message: sent and received, and while what was received is added up.
     message: usize,
+    added_up: usize,
     among_replicas: bool,
 }
 
@@ -84,7 +85,7 @@ impl<'a> PassMemory<'a> {
         }
         (0..self.flights.len()).for_each(|_| self.land());
         for parameters in std::mem::take(&mut self.buckets) {
-            let bytes = self.rank.gradient_dtype(parameters[0].dtype).size();
+            let dtype = self.rank.gradient_dtype(parameters[0].dtype);
             let sent: usize = parameters.iter().map(|parameter| self.bytes(parameter)).sum();
             if parameters.len() > 1 {
                 // Copied into one buffer.
@@ -93,10 +94,12 @@ impl<'a> PassMemory<'a> {
             self.waiting -= sent;
             // The bytes sent and the bytes received are there at one time.
             let totals = Message::of(parameters.iter().map(|of| of.part_counts())).totals();
-            let message = sent + received(&totals, parameters[0].part_index()) * bytes;
+            let received = received(&totals, parameters[0].part_index());
+            let message = sent + received * dtype.size();
+            let added_up = sum_over_ranks::bytes_of_rows(received, totals.len(), dtype);
             self.messages += message;
             self.observe(0);
-            let flight = GradientMessage { parameters, message, among_replicas: false };
+            let flight = GradientMessage { parameters, message, added_up, among_replicas: false };
             match totals.len() {
                 // Nothing to send: the sum among replicas is the only one.
                 1 => self.arrive(flight),
@@ -111,9 +114,11 @@ impl<'a> PassMemory<'a> {
     }
 
     fn arrive(&mut self, flight: GradientMessage<'a>) {
-        let GradientMessage { parameters, message, among_replicas } = flight;
+        let GradientMessage { parameters, message, added_up, among_replicas } = flight;
         self.messages -= message;
-        let wide = precise_dtype(parameters[0].dtype).size();
+        self.observe(added_up);
+        let precise = precise_dtype(parameters[0].dtype);
+        let wide = precise.size();
         let sum = |count: fn(&PassParameter) -> usize| -> usize {
             parameters.iter().map(|parameter| count(parameter)).sum()
         };
@@ -122,8 +127,14 @@ impl<'a> PassMemory<'a> {
             let totals = Message::of(parameters.iter().map(|of| of.shard_counts())).totals();
             let received = received(&totals, parameters[0].shard_index());
             let message = (sum(PassParameter::part_count) + received) * wide;
+            let added_up = sum_over_ranks::bytes_of_rows(received, totals.len(), precise);
             self.messages += message;
-            self.flights.push_back(GradientMessage { parameters, message, among_replicas: true });
+            self.flights.push_back(GradientMessage {
+                parameters,
+                message,
+                added_up,
+                among_replicas: true,
+            });
         } else {
             self.means += sum(PassParameter::shard_count) * wide;
         }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::RankMemory;
 use crate::backend::precise_dtype;
-use crate::comm::received;
+use crate::comm::{received, sum_over_ranks};
 use crate::distributed::config::{Gradients, Publish};
 use crate::distributed::forecast::planned_rank::PlannedRank;
 use crate::distributed::optimizer::{Stage, sent_dtype, stages};
@@ -19,6 +19,8 @@ struct BucketBytes {
     values: usize,
     /// The message that reduces it, or the gradients that are moved where nothing is reduced.
     reduction: usize,
+    /// The contributions that this rank received, and their sums, while it adds them up.
+    added_up: usize,
     /// The messages of slices, if its parameters are cut.
     slices: Option<SliceBytes>,
     /// The messages that gather it, if others have to get what this rank has updated, and the share
@@ -183,7 +185,10 @@ impl<'a> StepMemory<'a> {
         let flight = self.flights.pop_front().expect("a message was sent");
         match flight {
             StepMessage::Reduction(bucket) => {
-                self.messages -= self.buckets[bucket].reduction;
+                let BucketBytes { reduction, added_up, .. } = self.buckets[bucket];
+                self.messages = self.messages - reduction + added_up;
+                self.observe();
+                self.messages -= added_up;
                 match &self.buckets[bucket].slices {
                     Some(slices) => self.send(slices.gradients, StepMessage::Assembly(bucket)),
                     None => self.land_reduction(bucket),
@@ -328,14 +333,18 @@ impl BucketBytes {
         let given = rank.gradient_dtype(bucket.dtype).size();
         let gradients = if in_backward { share * wide } else { elements * given };
         let reduces = plan.world_size() > 1 && rank.config.gradients == Gradients::PerRank;
-        let sent = sent_dtype(rank.config.grad_dtype, bucket).size();
-        let reduction = match (reduces && !in_backward, bucket.kind) {
-            (false, _) => share * if in_backward { wide } else { given },
-            (true, _) if replicas == 1 => whole * sent,
+        let sent_dtype = sent_dtype(rank.config.grad_dtype, bucket);
+        let (sent, received) = (sent_dtype.size(), received(&held.counts.to_vec(), replica));
+        let (reduction, added_up) = match (reduces && !in_backward, bucket.kind) {
+            (false, _) => (share * if in_backward { wide } else { given }, 0),
+            (true, _) if replicas == 1 => (whole * sent, 0),
             // Parts are reduced and then gathered.
-            (true, BucketKind::Replicated) => 2 * whole * sent,
+            (true, BucketKind::Replicated) => (2 * whole * sent, 0),
             // The contributions of all ranks to this rank's part, which it adds up.
-            (true, _) => (whole + received(&held.counts.to_vec(), replica)) * sent,
+            (true, _) => {
+                let added_up = sum_over_ranks::bytes_of_rows(received, replicas, sent_dtype);
+                ((whole + received) * sent, added_up)
+            }
         };
         let slices = group.map(|_| {
             let updates = rank.routing.updates();
@@ -360,6 +369,7 @@ impl BucketBytes {
             },
             values: shard * narrow,
             reduction,
+            added_up,
             slices,
             gathering: gathers.then_some([(share + whole) * narrow, share * narrow]),
             held: elements * narrow,

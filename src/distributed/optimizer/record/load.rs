@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
 use super::super::DistModuleOptimizer;
 use super::super::bucket_shard::Shard;
@@ -18,6 +18,7 @@ use crate::distributed::busy::Busy;
 use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
+use crate::host;
 use crate::load_difference::{Difference, DifferenceKind};
 use crate::update::{
     CORRECTIONS, ElementwiseRule, OWN_STATE, TIME, is_half, missing, unused as unused_slot,
@@ -311,13 +312,13 @@ struct HostShard {
     range: Range<usize>,
     /// Bytes of an element.
     size: usize,
-    bytes: Vec<u8>,
+    bytes: Bytes,
 }
 
 impl HostShard {
     fn new(range: Range<usize>, dtype: DType) -> Self {
         let size = dtype.size();
-        Self { bytes: vec![0; range.len() * size], range, size }
+        Self { bytes: host::zeros(range.len(), dtype), range, size }
     }
 
     /// The elements of a segment that are in the shard, as a range of the buffer.
@@ -346,7 +347,7 @@ impl HostShard {
     }
 
     fn into_tensor(self, dtype: DType, device: &Device) -> Tensor<1> {
-        let data = TensorData::from_bytes_vec(self.bytes, [self.range.len()], dtype);
+        let data = TensorData::from_bytes(self.bytes, [self.range.len()], dtype);
         Tensor::from_data(data, (device, dtype))
     }
 }

@@ -19,7 +19,7 @@ use crate::comm::World;
 use crate::distributed::busy::Busy;
 use crate::distributed::plan::{BucketKind, InBuffer};
 use crate::error::Result;
-use crate::host::is_on_host;
+use crate::host::{self, is_on_host};
 
 /// The rank that writes each tensor of a checkpoint, the same on all ranks.
 struct Writers {
@@ -233,34 +233,40 @@ fn unpack(parameters: Vec<HeldValues>, buffer: Vec<Tensor<1>>) -> Read {
         && are_in_order(&held.segments)
         && held.count() == elements
     {
-        let first = parts.next().unwrap_or_else(|| Bytes::from_bytes_vec(vec![]));
+        let first = parts.next().unwrap_or_else(|| host::zeros(0, dtype));
         let bytes = match first.len() == elements * size {
             true => first,
             false => {
-                let mut all = Vec::with_capacity(elements * size);
-                iter::once(first).chain(parts).for_each(|part| all.extend_from_slice(&part));
-                Bytes::from_bytes_vec(all)
+                let (mut all, mut start) = (host::zeros(elements, dtype), 0);
+                for part in iter::once(first).chain(parts) {
+                    all[start..start + part.len()].copy_from_slice(&part);
+                    start += part.len();
+                }
+                all
             }
         };
         return Box::new(iter::once(TensorData::from_bytes(bytes, held.shape(), dtype)));
     }
     let buffer: Vec<Bytes> = parts.collect();
     Box::new(parameters.into_iter().map(move |held| {
-        let mut values = Vec::with_capacity(held.count() * size);
+        let (mut values, mut end) = (host::zeros(held.count(), dtype), 0);
         for InBuffer { start, len, .. } in &held.segments {
-            copy(&buffer, start * size..(start + len) * size, &mut values);
+            let first = end;
+            end += len * size;
+            copy(&buffer, start * size..(start + len) * size, &mut values[first..end]);
         }
-        TensorData::from_bytes(Bytes::from_bytes_vec(values), held.shape(), dtype)
+        TensorData::from_bytes(values, held.shape(), dtype)
     }))
 }
 
-/// Appends a range of the bytes of parts that follow each other.
-fn copy(parts: &[Bytes], range: Range<usize>, to: &mut Vec<u8>) {
+/// Copies a range of the bytes of parts that follow each other.
+fn copy(parts: &[Bytes], range: Range<usize>, mut to: &mut [u8]) {
     let mut first = 0;
     for part in parts {
         let [start, end] = [range.start, range.end].map(|at| at.clamp(first, first + part.len()));
-        to.extend_from_slice(&part[start - first..end - first]);
-        first += part.len();
+        let (copied, rest) = to.split_at_mut(end - start);
+        copied.copy_from_slice(&part[start - first..end - first]);
+        (first, to) = (first + part.len(), rest);
     }
 }
 
