@@ -163,6 +163,7 @@ PARTS = {
         "momentum": CONSTANT,
     },
     "MARS-M": {"parts": [part("Mars", gamma=0.025)], "momentum": CONSTANT},
+    "MARS-M, exact": {"parts": [part("Mars", gamma=0.025, exact=True)], "momentum": CONSTANT},
     "NAMO": {"parts": [part("Namo", **NAMO)]} | OF_NAMO,
     "NAMO-D": {"parts": [part("Namo", **(NAMO | {"per_input": 0.75}))]} | OF_NAMO,
     "Muown": {"parts": [part("Muown", betas=[0.9, 0.95], epsilon=1e-8, weight_decay=0.0)]}

@@ -12,6 +12,7 @@ mod chart;
 mod data;
 mod display;
 mod estimate;
+mod exact_mars;
 mod experts;
 mod host_memory;
 // Also for a bench.

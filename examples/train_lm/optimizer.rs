@@ -137,7 +137,7 @@ impl Contender {
     }
 
     /// The settings of this crate's Muon.
-    fn muon(self, settings: &Settings) -> Result<MuonConfig> {
+    pub fn muon(self, settings: &Settings) -> Result<MuonConfig> {
         let muon = settings.muon(self.recipe)?;
         Ok(match settings.preset {
             Preset::Mixture => Experts::rules().into_iter().fold(muon, MuonConfig::with_rule),

@@ -94,6 +94,8 @@ pub struct Settings {
     /// Settings of muon, as JSON, in place of the recipe's.
     ///
     /// Fields of MuonConfig, as in {"newton_schulz": {"steps": 6}}.
+    ///
+    /// Exact MARS takes a second backward pass of each batch.
     #[arg(long, value_name = "JSON", value_parser = object, help_heading = "Optimizer")]
     #[serde(default)]
     pub settings: Option<Map<String, Value>>,

@@ -148,6 +148,11 @@ impl Sharding {
         self.overlap.unwrap_or(ranks > 1 && self.audit_every == 0)
     }
 
+    /// Returns `true` if passes send gradients.
+    pub fn reduces_in_passes(&self, ranks: usize) -> bool {
+        self.is_divided() || self.overlaps(ranks)
+    }
+
     /// Fails for limits of messages that are not sent, and of weights that are not gathered, and
     /// for audits of parameters that are divided.
     pub fn check_limits(&self) -> Result<()> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, ensure};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
@@ -23,6 +23,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use super::average::Averaging;
 use super::data::{Corpus, Draw, Split};
 use super::display::Display;
+use super::exact_mars::ExactMars;
 use super::model::{Gpt, GptConfig};
 use super::optimizer::{Optim, OptimizerName};
 use super::options::{LINE_EVERY, Options, Plan};
@@ -83,6 +84,7 @@ struct Training<'a> {
     optim: Optim,
     clip: Option<QkClip>,
     average: Option<WeightAverage>,
+    mars: Option<ExactMars>,
     /// Steps of this run, and their norms.
     norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     progress: Progress,
@@ -186,6 +188,7 @@ impl Run<'_> {
         // Heads are those of the whole model.
         let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (model, optim, progress) = self.start(world, model)?;
+        let mars = self.exact_mars(world, &model)?;
         let display = || Display::new(&name, self.plan.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
         let certificate = self.certificate(world, &model, &optim, &progress)?;
@@ -194,6 +197,7 @@ impl Run<'_> {
             optim,
             clip: clip.transpose()?,
             average: None,
+            mars,
             norms: vec![],
             progress,
             clock: Clock::default(),
@@ -203,6 +207,21 @@ impl Run<'_> {
         };
         self.average(world, &mut training)?;
         self.finish(world, self.steps(world, training)?)
+    }
+
+    /// The correction of gradients in MARS-M's exact form, if the settings have it.
+    fn exact_mars(&self, world: &World, model: &Gpt) -> Result<Option<ExactMars>> {
+        let contender = self.plan.contender;
+        if contender.optimizer.is_burns() {
+            return Ok(None);
+        }
+        let mars = ExactMars::start(&contender.muon(&self.settings)?, model)?;
+        ensure!(
+            mars.is_none() || !self.options.sharding.reduces_in_passes(world.size()),
+            "exact MARS corrects the gradients of a rank's own batch, which passes send to other \
+             ranks; give --overlap=false, and leave --owned and --rows out"
+        );
+        Ok(mars)
     }
 
     /// Adds the weights to their average, if one is wanted. All ranks make this call.
@@ -276,7 +295,7 @@ impl Run<'_> {
             let lr = schedule.at(training.progress.step);
             let start = Instant::now();
             let mut logits = training.clip.is_some().then(MaxLogits::new);
-            let (loss, grads) = self.gradients(world, &training, logits.as_mut())?;
+            let (loss, grads) = self.gradients(world, &mut training, logits.as_mut())?;
             let optimizer_start = Instant::now();
             if is_due(training.progress.step, self.options.diagnose_every) {
                 training.optim.request_diagnostics();
@@ -396,7 +415,7 @@ impl Run<'_> {
     fn gradients(
         &self,
         world: &World,
-        Training { model, optim, progress, .. }: &Training,
+        Training { model, optim, mars, progress, .. }: &mut Training,
         mut logits: Option<&mut MaxLogits>,
     ) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
@@ -407,15 +426,23 @@ impl Run<'_> {
         let (mut sum, mut gradients) = (GradientBuffer::new(), None);
         let mut losses = Vec::new();
         for (part, (tokens, targets)) in tokens.into_iter().zip(targets).enumerate() {
+            if let Some(mars) = mars {
+                let scale = optim.loss_scale() / parts as f64;
+                mars.add([tokens.clone(), targets.clone()], scale)?;
+            }
             let loss = model.loss(tokens, targets, logits.as_deref_mut());
             let loss = loss.div_scalar(parts as f64);
             losses.push(loss.clone().inner());
             let loss = loss.mul_scalar(optim.loss_scale());
             gradients = optim.backward(&loss, model, &mut sum, part + 1 == parts)?;
         }
+        let mut gradients = gradients.expect("the batch has a last part");
+        if let Some(mars) = mars {
+            gradients = mars.correct(model, progress.step, gradients)?;
+        }
         world.device().sync()?;
         let loss = world.mean(Tensor::cat(losses, 0).sum().into_scalar::<f32>())?;
-        Ok((loss, gradients.expect("the batch has a last part")))
+        Ok((loss, gradients))
     }
 
     /// Reports skipped steps, validates and saves, if one of these is due.

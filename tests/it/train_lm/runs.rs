@@ -452,6 +452,31 @@ fn soap_trains_the_parameters_of_a_pattern_on_any_ranks() {
     rejected(folder.path(), "--resume run.bpk --soap head", "--soap head (saved: mlp)");
 }
 
+#[test]
+fn exact_mars_corrects_the_gradients_of_parts_and_ranks() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 4 --eval-every 1 --sample 0";
+    let run = |name: &str, gamma: f64, more: &str| {
+        let mars =
+            format!(r#"--settings {{"parts":[{{"Mars":{{"gamma":{gamma},"exact":true}}}}]}}"#);
+        succeed(folder.path(), &format!("{flags} --log {name} {mars}{more}"));
+        per_step(&log(&folder.path().join(name)), "validation_loss")
+    };
+    let losses = run("one.jsonl", 0.025, " --save run.bpk");
+    assert_near(&run("parts.jsonl", 0.025, " --accumulate 2"), &losses);
+    assert_near(&run("two.jsonl", 0.025, " --ranks 2 --overlap=false"), &losses);
+    let without = run("without.jsonl", 0.0, "");
+    assert_eq!(losses[0], without[0], "the first step has no former parameters");
+    let change = (losses.last().unwrap() - without.last().unwrap()).abs();
+    assert!(change > 1e-3, "{losses:?} and {without:?}");
+    succeed(folder.path(), "--resume run.bpk --steps 5 --sample 0");
+    let mars = r#"--settings {"parts":[{"Mars":{"gamma":0.025,"exact":true}}]}"#;
+    for layout in ["--ranks 2", "--ranks 2 --rows dp"] {
+        let arguments = format!("--data text.rs --steps 2 --batch 2 {mars} {layout}");
+        rejected(folder.path(), &arguments, "exact MARS corrects the gradients of a rank's own");
+    }
+}
+
 /// An average over one step is the weights themselves, and none changes the training.
 #[test]
 fn averages_are_validated_on_any_ranks_and_train_nothing() {
