@@ -1631,17 +1631,6 @@ impl ForecastCase {
         Ok([between, peak])
     }
 
-    /// As [`counted`](Self::counted), for a model whose tensors are of 8192 columns, without the
-    /// names, routes and functions of the host, which has them for as many small parameters, too.
-    fn counted_in_tensors(
-        &self,
-        of_small: usize,
-        counted: impl Fn(usize) -> [usize; 2],
-    ) -> [f64; 2] {
-        let of_host = counted(64)[0].saturating_sub(of_small);
-        counted(8192).map(|bytes| bytes.saturating_sub(of_host) as f64)
-    }
-
     /// Bytes of the workspace of an update, which a forecast leaves out, for an element of a
     /// bucket.
     fn workspace(&self, updating: usize) -> usize {
@@ -1656,6 +1645,13 @@ impl ForecastCase {
             () => 0,
         }
     }
+}
+
+/// Counts a model whose tensors have 8192 columns, without the names, routes and functions of the
+/// host, which has them for as many small parameters, too. `of_small` is their forecast.
+fn counted_in_tensors(of_small: usize, counted: impl Fn(usize) -> [usize; 2]) -> [f64; 2] {
+    let of_host = counted(64)[0].saturating_sub(of_small);
+    counted(8192).map(|bytes| bytes.saturating_sub(of_host) as f64)
 }
 
 fn forecast_device() -> Device {
@@ -1774,7 +1770,7 @@ fn forecasts_are_what_the_allocator_counts() {
             };
             let of_small = of_all(64, RankMemory::between_steps);
             let [held, most] =
-                case.counted_in_tensors(of_small, |columns| on_threads(case, ranks, columns));
+                counted_in_tensors(of_small, |columns| on_threads(case, ranks, columns));
             let between = of_all(8192, RankMemory::between_steps);
             let [peak, messages] = [of_all(8192, |of| of.peak), of_all(8192, |of| of.messages)];
             let name = case.name;
@@ -1819,7 +1815,7 @@ fn compare_forecasts_with_a_process() {
     counted(&cases[0], 8192);
     for case in &cases {
         let of_small = case.forecast(64, ranks)[rank].between_steps();
-        let [held, most] = case.counted_in_tensors(of_small, |columns| counted(case, columns));
+        let [held, most] = counted_in_tensors(of_small, |columns| counted(case, columns));
         let forecast = case.forecast(8192, ranks)[rank];
         let [between, peak] = [forecast.between_steps(), forecast.peak];
         let text = format!("{}, rank {rank} of {ranks}: {held} between steps, {most}", case.name);
