@@ -212,7 +212,7 @@ impl Run<'_> {
     /// The correction of gradients in MARS-M's exact form, if the settings have it.
     fn exact_mars(&self, world: &World, model: &Gpt) -> Result<Option<ExactMars>> {
         let contender = self.plan.contender;
-        if contender.optimizer.is_burns() {
+        if contender.optimizer.single() != OptimizerName::Muon {
             return Ok(None);
         }
         let mars = ExactMars::start(&contender.muon(&self.settings)?, model)?;

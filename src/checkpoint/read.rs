@@ -68,7 +68,7 @@ impl InFile {
         let Self { file, range, bytes, checksum } = self;
         let part = format!("tensor `{name}`");
         let end = range.start + *bytes as u64;
-        let mut data = host::zeros(bytes / dtype.size(), dtype);
+        let mut data = host::zeros(*bytes, dtype);
         file.read(|file| {
             read_at(file, range.start, &mut data, &part)?;
             // Verified in memory: a second read could return other bytes.
@@ -441,7 +441,7 @@ impl Archive {
             Location::File(file) => file.read(name, stored.dtype)?,
             Location::Files(files) => {
                 let (dtype, size) = (stored.dtype, stored.dtype.size());
-                let mut all = host::zeros(stored.bytes() / size, dtype);
+                let mut all = host::zeros(stored.bytes(), dtype);
                 for (ranges, file) in files {
                     let (bytes, mut end) = (file.read(name, dtype)?, 0);
                     for range in ranges {

@@ -52,7 +52,9 @@ pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Te
         return sum(rows);
     }
     let block = |columns: Range<usize>| sum(rows.clone().slice([0..ranks, columns]));
-    flat::concat(blocks.into_iter().map(block).collect(), dtype, &device)
+    let sums = blocks.into_iter().map(block).collect();
+    drop(rows);
+    flat::concat(sums, dtype, &device)
 }
 
 /// Returns the bytes that [`rows`] holds at most, for contributions of a type and `elements` in
@@ -67,8 +69,11 @@ pub fn bytes_of_rows(elements: usize, ranks: usize, contributed: DType) -> usize
         _ => elements.min(BLOCK),
     };
     let sums = widened / ranks * ranks.div_ceil(2);
-    // A single block takes the place of the contributions.
-    let rest = if widened == elements { 0 } else { given };
+    // A single block takes the place of the contributions. Of several, the sums remain.
+    let rest = match widened == elements {
+        true => 0,
+        false => given + elements / ranks * DType::F32.size(),
+    };
     rest + (widened + sums) * DType::F32.size()
 }
 

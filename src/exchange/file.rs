@@ -101,8 +101,7 @@ impl Source {
         };
         let (start, end) = info.data_offsets;
         let shape = self.tensors[name].shape.clone();
-        // The header was checked: the file has so many bytes.
-        let mut bytes = host::zeros((end - start) / dtype.size(), dtype);
+        let mut bytes = host::zeros(end - start, dtype);
         let position = SeekFrom::Start(self.start + start as u64);
         let read = self.file.seek(position).and_then(|_| self.file.read_exact(&mut bytes));
         read.map_err(|error| self.broken(format!("cannot read tensor `{name}`: {error}")))?;
@@ -254,7 +253,7 @@ pub fn transposed(data: TensorData) -> TensorData {
     let dtype = data.dtype();
     let (bytes, shape, _) = data.into_parts();
     let [rows, columns] = shape.dims();
-    let (size, mut swapped) = (dtype.size(), host::zeros(rows * columns, dtype));
+    let (size, mut swapped) = (dtype.size(), host::zeros(bytes.len(), dtype));
     let elements = (0..columns).flat_map(|column| (0..rows).map(move |row| [row, column]));
     for (to, [row, column]) in swapped.chunks_exact_mut(size).zip(elements) {
         let start = (row * columns + column) * size;

@@ -92,7 +92,7 @@ impl StartedCall {
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
             send,
-            receive: host::zeros(received, dtype),
+            receive: host::zeros(received * dtype.size(), dtype),
             counts,
             is_finished: false,
         };

@@ -318,7 +318,7 @@ struct HostShard {
 impl HostShard {
     fn new(range: Range<usize>, dtype: DType) -> Self {
         let size = dtype.size();
-        Self { bytes: host::zeros(range.len(), dtype), range, size }
+        Self { bytes: host::zeros(range.len() * size, dtype), range, size }
     }
 
     /// The elements of a segment that are in the shard, as a range of the buffer.

@@ -237,7 +237,7 @@ fn unpack(parameters: Vec<HeldValues>, buffer: Vec<Tensor<1>>) -> Read {
         let bytes = match first.len() == elements * size {
             true => first,
             false => {
-                let (mut all, mut start) = (host::zeros(elements, dtype), 0);
+                let (mut all, mut start) = (host::zeros(elements * size, dtype), 0);
                 for part in iter::once(first).chain(parts) {
                     all[start..start + part.len()].copy_from_slice(&part);
                     start += part.len();
@@ -249,7 +249,7 @@ fn unpack(parameters: Vec<HeldValues>, buffer: Vec<Tensor<1>>) -> Read {
     }
     let buffer: Vec<Bytes> = parts.collect();
     Box::new(parameters.into_iter().map(move |held| {
-        let (mut values, mut end) = (host::zeros(held.count(), dtype), 0);
+        let (mut values, mut end) = (host::zeros(held.count() * size, dtype), 0);
         for InBuffer { start, len, .. } in &held.segments {
             let first = end;
             end += len * size;
