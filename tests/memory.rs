@@ -1762,8 +1762,7 @@ fn forecasts_are_what_the_allocator_counts() {
     let cases = forecast_cases();
     // Libraries allocate the memory that they keep at first use.
     on_threads(&cases[0], 1, 8192);
-    // `forecasts_are_what_processes_count` has 8.
-    for ranks in [1, 2, 4] {
+    for ranks in [1, 2, 4, 8] {
         for case in &cases {
             let of_all = |columns: usize, bytes: fn(&RankMemory) -> usize| -> usize {
                 case.forecast(columns, ranks).iter().map(bytes).sum()
@@ -1789,16 +1788,8 @@ fn forecasts_are_what_the_allocator_counts() {
 #[cfg(feature = "mpi")]
 #[test]
 fn forecasts_are_what_processes_count() {
-    alone();
-    if std::env::var_os(RANK).is_some() {
-        return compare_forecasts_with_a_process();
-    }
-    if !is_on_host() || !mpirun::is_there() {
-        return;
-    }
-    for ranks in [1, 2, 4, 8] {
-        run_in_processes("forecasts_are_what_processes_count", ranks);
-    }
+    let name = "forecasts_are_what_processes_count";
+    in_processes(name, &[1, 2, 4, 8], compare_forecasts_with_a_process);
 }
 
 /// Compares the forecast of this rank with what its process allocates.
@@ -1855,17 +1846,24 @@ const RANK: &str = "DISTMUON_TEST_RANK";
 #[cfg(feature = "mpi")]
 #[test]
 fn a_process_holds_its_share_of_owned_parameters_and_states() {
+    let name = "a_process_holds_its_share_of_owned_parameters_and_states";
+    in_processes(name, &[2], hold_the_share_of_a_process);
+}
+
+/// Runs a test in several numbers of processes that are ranks, in which it must pass. In such a
+/// process, it is what a rank does.
+#[cfg(feature = "mpi")]
+fn in_processes(test: &str, numbers: &[usize], of_rank: fn()) {
     alone();
     if std::env::var_os(RANK).is_some() {
-        return hold_the_share_of_a_process();
+        return of_rank();
     }
     if !is_on_host() || !mpirun::is_there() {
         return;
     }
-    run_in_processes("a_process_holds_its_share_of_owned_parameters_and_states", 2);
+    numbers.iter().for_each(|ranks| run_in_processes(test, *ranks));
 }
 
-/// Runs a test in processes that are ranks, in which it must pass.
 #[cfg(feature = "mpi")]
 fn run_in_processes(test: &str, ranks: usize) {
     let mut mpirun = mpirun::mpirun(ranks);

@@ -61,13 +61,11 @@ pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Te
 /// all: the contributions, float32 copies of those in half precision, and half as many sums.
 pub fn bytes_of_rows(elements: usize, ranks: usize, contributed: DType) -> usize {
     let given = elements * contributed.size();
-    if ranks == 1 {
+    if ranks == 1 || elements == 0 {
         return given;
     }
-    let widened = match contributed {
-        DType::F32 => elements,
-        _ => elements.min(BLOCK),
-    };
+    let width = width_of_blocks([ranks, elements.div_ceil(ranks)], contributed);
+    let widened = elements.min(width * ranks);
     let sums = widened / ranks * ranks.div_ceil(2);
     // A single block takes the place of the contributions. Of several, the sums remain.
     let rest = match widened == elements {
@@ -99,13 +97,17 @@ pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -
 /// Returns the blocks of columns that are reduced one by one. Float32 is one block, since nothing
 /// is widened.
 fn blocks([ranks, length]: [usize; 2], contributed: DType) -> Vec<Range<usize>> {
-    let width = match contributed {
+    let width = width_of_blocks([ranks, length], contributed);
+    (0..length).step_by(width).map(|start| start..(start + width).min(length)).collect()
+}
+
+fn width_of_blocks([ranks, length]: [usize; 2], contributed: DType) -> usize {
+    match contributed {
         DType::F32 => length,
         // Half precision is widened before the sum: block by block, so that the float32 copies of
         // all ranks never exist at once.
         _ => (BLOCK / ranks).clamp(1, length),
-    };
-    (0..length).step_by(width).map(|start| start..(start + width).min(length)).collect()
+    }
 }
 
 /// Adds up tensors in pairs. Contributions of other ranks are separate tensors, and putting them

@@ -135,10 +135,10 @@ impl DistMuonConfig {
     /// [`MemoryReport`](crate::distributed::MemoryReport). The messages of an engine count as well,
     /// which sends and receives in memory of its own and adds up what every rank sent, as MPI does,
     /// and NCCL with exact sums. Among threads, a message that is received takes none. Activations
-    /// and the intermediate results of an update
-    /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)) do not count. Gradients are
-    /// taken to be float32 with [`GradDtype::Float32`], and otherwise of their parameter's type.
-    /// Parameters that are not initialised have the default type of their device.
+    /// do not count, nor do the intermediate results of an update
+    /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)). Gradients are taken to be
+    /// float32 with [`GradDtype::Float32`], and otherwise of their parameter's type. Parameters
+    /// that are not initialised have the default type of their device.
     ///
     /// ```
     /// use burn::{nn::LinearConfig, tensor::Device};
