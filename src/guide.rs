@@ -331,6 +331,7 @@ pub mod clipping {}
 /// [ranks]: crate::guide::ranks
 /// [settings#distmuonconfig]: crate::guide::settings#distmuonconfig
 /// [`DistMuonConfig::forecast_memory`]: crate::DistMuonConfig::forecast_memory
+/// [`round_means`]: crate::distributed::Layout::round_means
 #[doc = include_str!("../docs/guide/mixed-precision.md")]
 pub mod mixed_precision {}
 

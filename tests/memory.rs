@@ -1691,6 +1691,10 @@ fn forecast_cases() -> Vec<ForecastCase> {
     let replicated: Lay = |world| Ok(Layout::new(&Mesh::flat(world)));
     let reduced: Lay =
         |world| Ok(Layout::new(&Mesh::flat(world)).overlap_backward().with_in_flight_mb(0.0));
+    let rounded: Lay = |world| {
+        let layout = Layout::new(&Mesh::flat(world)).overlap_backward().round_means();
+        Ok(layout.with_in_flight_mb(0.0))
+    };
     let owned: Lay = |world| {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
@@ -1728,6 +1732,7 @@ fn forecast_cases() -> Vec<ForecastCase> {
         ("bfloat16", half, muon(), false, replicated),
         ("reduced in passes", full, muon(), true, reduced),
         ("lean, reduced in passes", half, lean.clone(), true, reduced),
+        ("lean, with rounded means", half, lean.clone(), true, rounded),
         ("lean, owned", half, lean, true, owned),
         ("in slices", full, muon(), false, sliced),
         ("owned", full, muon(), true, owned),

@@ -57,6 +57,11 @@ pub struct Sharding {
     /// For dist-muon and dist-adamw.
     #[arg(long, value_name = "MB", value_parser = not_negative, help_heading = "Ranks")]
     pub in_flight_mb: Option<f64>,
+    /// Keeps averaged gradients in the type of the parameters, as bf16.
+    ///
+    /// By default, they are float32. For gradients that a pass sends.
+    #[arg(long, help_heading = "Ranks")]
+    pub round_means: bool,
     /// Size of the optimizer's buckets in MB. An audit takes one bucket.
     ///
     /// Default: 25, or 1000 on one rank without --states-on host.
@@ -133,7 +138,8 @@ impl Sharding {
     pub fn is_shared(&self) -> bool {
         let is_planned =
             self.balancing.is_some() || self.costs.is_some() || self.bucket_mb.is_some();
-        let overlaps = self.overlap == Some(true) || self.in_flight_mb.is_some();
+        let overlaps =
+            self.overlap == Some(true) || self.in_flight_mb.is_some() || self.round_means;
         let is_special = self.states_on == StatesPlace::Host || self.audit_every > 0;
         is_planned || self.is_in_parts() || overlaps || is_special
     }
@@ -175,11 +181,17 @@ impl Sharding {
             "--in-flight-mb limits gradients that a backward pass reduces, which none does with \
              --audit-every; leave one of them out"
         );
+        // With any number of ranks above one, on which alone messages are sent.
+        let sends = self.is_divided() || self.overlaps(2);
         ensure!(
-            // With any number of ranks above one, on which alone messages are sent.
-            self.in_flight_mb.is_none() || self.is_divided() || self.overlaps(2),
+            self.in_flight_mb.is_none() || sends,
             "--in-flight-mb limits gradients that a backward pass reduces; leave --overlap=false \
              out"
+        );
+        ensure!(
+            !self.round_means || sends,
+            "--round-means is for gradients that a backward pass reduces; leave --overlap=false \
+             and --audit-every out"
         );
         Ok(())
     }
@@ -271,7 +283,8 @@ impl Sharding {
         });
         let overlaps = self.overlaps(world.size());
         // One rank may neither divide nor overlap: then no gradient is sent in a pass.
-        let in_flight_mb = self.in_flight_mb.filter(|_| overlaps || self.is_divided());
+        let sends = overlaps || self.is_divided();
+        let in_flight_mb = self.in_flight_mb.filter(|_| sends);
         let layout = Layout::new(&mesh).with_config(config.clone());
         let layout = keep.into_iter().fold(layout, Layout::with_keep);
         let layout = self.ahead_mb.into_iter().fold(layout, Layout::with_ahead_mb);
@@ -285,6 +298,7 @@ impl Sharding {
             _ => layout.with_place(Gpt::places_of_experts(EXPERT)),
         };
         let layout = if overlaps { layout.overlap_backward() } else { layout };
+        let layout = if self.round_means && sends { layout.round_means() } else { layout };
         Ok(match (&self.owned, &self.rows) {
             (Some(axis), _) => layout.owned(axis),
             (None, Some(axis)) => layout.rows(axis),

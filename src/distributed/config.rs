@@ -66,7 +66,7 @@ pub enum OnAuditFailure {
 #[non_exhaustive]
 pub enum GradDtype {
     /// The parameter's type. The ranks send two bytes per element, add up in float32 and do not
-    /// round the sum.
+    /// round the sum, unless [`Layout::round_means`](super::Layout::round_means) is set.
     Parameter,
     /// float32, for gradients that were accumulated in it: see
     /// [`GradientBuffer`](crate::GradientBuffer). Those in half precision are also accepted.

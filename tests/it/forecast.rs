@@ -80,7 +80,7 @@ fn equal_gradients(net: &Net) -> GradientsParams {
 type Lay = fn(&World) -> Result<Layout, Error>;
 
 /// A placement of parameters, by name; `true` if passes send gradients.
-const PLACEMENTS: [(&str, usize, bool, Lay); 7] = [
+const PLACEMENTS: [(&str, usize, bool, Lay); 8] = [
     ("replicated", 1, false, |world| Ok(Layout::new(&Mesh::flat(world)))),
     ("reduced in passes", 1, true, |world| Ok(Layout::new(&Mesh::flat(world)).overlap_backward())),
     ("owned", 1, true, |world| Ok(Layout::new(&Mesh::flat(world)).owned("dp"))),
@@ -88,6 +88,9 @@ const PLACEMENTS: [(&str, usize, bool, Lay); 7] = [
     ("owned inside nodes", 4, true, |world| {
         let axes = [Axis::data("node", 2), Axis::data("gpu", world.size() / 2)];
         Ok(Layout::new(&Mesh::new(world, axes)?).owned("gpu"))
+    }),
+    ("owned, rounded means", 1, true, |world| {
+        Ok(Layout::new(&Mesh::flat(world)).owned("dp").round_means())
     }),
     ("slices", 2, false, |world| {
         let axes = [Axis::data("dp", world.size() / 2), Axis::model("tp", 2)];
@@ -242,7 +245,7 @@ fn sharded_gradients_and_states_save_what_was_published() {
 }
 
 #[test]
-fn a_billion_parameters_of_bfloat16_take_the_published_memory_but_for_float32_sums() {
+fn a_billion_parameters_of_bfloat16_take_the_published_memory() {
     let config = |master, states| DistMuonConfig::new().with_muon(half(master, states));
     let lean = config(MasterWeights::Stochastic { seed: 1 }, StateDtype::BFloat16);
     for (shape, elements, published) in [
@@ -258,10 +261,12 @@ fn a_billion_parameters_of_bfloat16_take_the_published_memory_but_for_float32_su
         // One device: parameters, gradients and momentum.
         let alone = square(&lean, DType::BF16, shape, 1, replicated);
         near(alone.between_steps() + alone.gradients, published[0]);
-        // The published number has gradients in bfloat16; here sums stay in float32.
-        let ranks = square(&lean, DType::BF16, shape, 8, reduced);
-        near(ranks.between_steps() + ranks.shards / 2, published[1]);
-        near(ranks.between_steps() + ranks.shards, published[1] + elements * 2.0 / 8.0);
+        let rounded =
+            square(&lean, DType::BF16, shape, 8, |world| Ok(reduced(world)?.round_means()));
+        near(rounded.between_steps() + rounded.shards, published[1]);
+        // By default, means stay in float32.
+        let wide = square(&lean, DType::BF16, shape, 8, reduced);
+        near(wide.between_steps() + wide.shards, published[1] + elements * 2.0 / 8.0);
         // Owned parameters stay below it by far.
         let owned = square(&lean, DType::BF16, shape, 8, |world| {
             Ok(Layout::new(&Mesh::flat(world)).owned("dp"))

@@ -160,6 +160,7 @@ impl Layout {
             small_elements: self.small_elements,
             ahead_mb: self.ahead_mb,
             in_flight_mb: self.in_flight_mb,
+            round_means: self.rounds_means,
             overlap_backward: self.overlaps_backward,
             allow_unused: self.allows_unused,
         })
@@ -304,6 +305,7 @@ struct Settings<'a> {
     small_elements: usize,
     ahead_mb: Option<f64>,
     in_flight_mb: Option<f64>,
+    round_means: bool,
     overlap_backward: bool,
     allow_unused: bool,
 }

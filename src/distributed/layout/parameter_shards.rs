@@ -48,7 +48,8 @@ impl Layout {
             let positions =
                 positions.entry(axes.to_vec()).or_insert_with(|| self.positions(axes, &grid));
             let positions = (&**positions, grid.replica);
-            all.push(Arc::new(PassParameter::new(all.len(), &parameter, shards, positions)));
+            let of = (&parameter, self.mean_dtype(parameter.dtype));
+            all.push(Arc::new(PassParameter::new(all.len(), of, shards, positions)));
         }
         all
     }

@@ -24,6 +24,8 @@ pub struct PassParameter {
     pub path: String,
     pub shape: Vec<usize>,
     pub dtype: DType,
+    /// The type of this rank's shard of its mean gradient after a pass.
+    pub mean_dtype: DType,
     pub placement: Placement,
     /// `false` for one that was frozen when the model was divided.
     pub is_trained: bool,
@@ -134,7 +136,7 @@ impl PassParameter {
     /// `positions` has the position of every rank of the group, `rank` is this rank's number in it.
     pub fn new(
         index: usize,
-        parameter: &ModelParameter,
+        (parameter, mean_dtype): (&ModelParameter, DType),
         shards: ParameterShards,
         (positions, rank): (&[Position], usize),
     ) -> Self {
@@ -145,6 +147,7 @@ impl PassParameter {
             path: parameter.path.clone(),
             shape: parameter.shape.clone(),
             dtype: parameter.dtype,
+            mean_dtype,
             placement: parameter.placement,
             is_trained: !parameter.trainable.is_empty(),
             blocks: parameter.held.clone(),

@@ -127,7 +127,7 @@ impl Layout {
         }
     }
 
-    /// Fails for settings of messages that no pass sends.
+    /// Fails for settings of messages that no pass sends, and of means that none takes.
     fn ensure_effects(&self) -> Result<()> {
         let without = |setting, expected| Err(Error::setting(setting, "one without", expected));
         if self.axis.is_some() {
@@ -139,10 +139,14 @@ impl Layout {
         if self.ahead_mb.is_some() {
             return without("ahead_mb", "a layout with `owned` or `rows`");
         }
-        if self.in_flight_mb.is_some() && !self.overlaps_backward {
-            return without("in_flight_mb", "a layout with `owned`, `rows` or `overlap_backward`");
+        let in_passes =
+            [("in_flight_mb", self.in_flight_mb.is_some()), ("round_means", self.rounds_means)];
+        match in_passes.into_iter().find(|(_, is_set)| *is_set && !self.overlaps_backward) {
+            Some((setting, _)) => {
+                without(setting, "a layout with `owned`, `rows` or `overlap_backward`")
+            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// The name of the method that sets the axis of divided parameters.

@@ -39,6 +39,7 @@ pub const EVERYWHERE: &[Case] = cases![
     parameters_owned_on_several_hosts_train_as_replicated_ones,
     parameters_owned_inside_three_nodes_or_by_three_ranks_train_nearly_as_replicated_ones,
     sums_of_parts_are_those_of_whole_gradients,
+    rounded_means_are_those_in_float32_in_the_type_of_parameters,
     checkpoints_move_between_layouts,
     gradients_that_the_backward_pass_reduces_are_those_of_the_step,
     owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones,
@@ -598,6 +599,76 @@ fn sums_of_parts_are_those_of_whole_gradients_of(dtype: DType) {
         [(None, true), (Some("dp"), false), (Some("gpu"), true), (Some("dp rows"), false)]
     {
         assert_equal(&expected, &train(axis, overlaps), &format!("{axis:?}, {overlaps}"));
+    }
+}
+
+type Lay = fn(Layout) -> Layout;
+
+/// The layouts whose passes reduce gradients, and whether they divide the parameters.
+const IN_PASSES: [(bool, Lay); 3] = [
+    (false, Layout::overlap_backward),
+    (true, |layout| layout.owned("dp")),
+    (true, |layout| layout.rows("dp")),
+];
+
+fn rounded_means_are_those_in_float32_in_the_type_of_parameters() {
+    const LAYERS: usize = 3;
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let counts = [2, 3, 4].into_iter().filter(worlds::has);
+    let cases =
+        counts.flat_map(|count| IN_PASSES.map(|(is_divided, lay)| (count, is_divided, lay)));
+    for (count, is_divided, lay) in cases {
+        // The means of two passes, in which every rank has other data, and the new weights.
+        let train = |rounds: bool| {
+            let run = ranks(count, |world| {
+                let world = with_checkpoints(&world);
+                let layout = lay(Layout::from(&world));
+                let layout = if rounds { layout.round_means() } else { layout };
+                let net = Layers::square(LAYERS, 32, world.device()).map(&mut Fixed::new(5));
+                let net = net.map(&mut Rounded(DType::BF16));
+                // A rank looks for the gradient of its part under the whole parameter's identity.
+                let ids: Vec<_> = net.layers.iter().map(|layer| layer.weight.id).collect();
+                let (mut net, mut optim) = DistMuonConfig::new().start(&layout, net)?;
+                let mut means = vec![];
+                for step in 1..=2 {
+                    let scale = 0.37 * (world.rank() + step) as f64;
+                    let input = ones(world.device()).mul_scalar(scale).cast(DType::BF16);
+                    let mut grads = optim.backward(&output(&net, input), &net)?;
+                    for id in &ids {
+                        // A part has one dimension, and a whole parameter two.
+                        let mean = match is_divided {
+                            true => grads.remove::<1>(*id),
+                            false => grads.remove::<2>(*id).map(|mean| mean.flatten::<1>(0, 1)),
+                        };
+                        let Some(mean) = mean else { continue };
+                        assert_eq!(mean.dtype(), if rounds { DType::BF16 } else { DType::F32 });
+                        let rounded = mean.clone().cast(DType::BF16);
+                        let wide = rounded.clone().cast(DType::F32);
+                        let digits = bits(&wide) != bits(&mean.cast(DType::F32));
+                        means.push((bits(&rounded), digits));
+                        match is_divided {
+                            true => grads.register(*id, rounded),
+                            false => grads.register(*id, rounded.unsqueeze_dim::<2>(1)),
+                        }
+                    }
+                    net = optim.step(0.01, net, grads)?;
+                }
+                Ok((means, weights(&layout.unshard(&net)?)))
+            });
+            run.unwrap()
+        };
+        let (wide, rounded) = (train(false), train(true));
+        assert!(wide.iter().flat_map(|(means, _)| means).any(|(_, has_digits)| *has_digits));
+        for ((wide, expected), (rounded, weights)) in wide.into_iter().zip(rounded) {
+            assert!(rounded.iter().all(|(_, has_digits)| !has_digits));
+            let values = |means: Vec<(Vec<u8>, bool)>| -> Vec<_> {
+                means.into_iter().map(|(values, _)| values).collect()
+            };
+            assert_eq!(values(rounded), values(wide), "{count} ranks");
+            assert_eq!(weights, expected, "{count} ranks");
+        }
     }
 }
 

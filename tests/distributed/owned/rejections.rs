@@ -84,16 +84,22 @@ pub fn settings_of_messages_that_no_pass_sends_are_rejected() {
     let keep: Set = |layout| layout.with_keep(Keep::Weights);
     let ahead: Set = |layout| layout.with_ahead_mb(1.0);
     let in_flight: Set = |layout| layout.with_in_flight_mb(1.0);
-    let settings = [("keep", keep), ("ahead_mb", ahead), ("in_flight_mb", in_flight)];
+    let rounded: Set = Layout::round_means;
+    let settings = [
+        ("keep", keep),
+        ("ahead_mb", ahead),
+        ("in_flight_mb", in_flight),
+        ("round_means", rounded),
+    ];
     let replicated: Set = |layout| layout;
     let overlapping: Set = Layout::overlap_backward;
     let cut: Set = |layout| layout.with_place(Place::shard("weight", "dp", 0));
     for (with, is_accepted) in [
-        (replicated, [false; 3]),
-        (cut, [false; 3]),
-        (overlapping, [false, false, true]),
-        (|layout| layout.owned("dp"), [true; 3]),
-        (|layout| layout.rows("dp"), [true; 3]),
+        (replicated, [false; 4]),
+        (cut, [false; 4]),
+        (overlapping, [false, false, true, true]),
+        (|layout| layout.owned("dp"), [true; 4]),
+        (|layout| layout.rows("dp"), [true; 4]),
     ] {
         for ((name, set), is_accepted) in settings.into_iter().zip(is_accepted) {
             let outcomes = ranks_here(2, |world| {

@@ -245,11 +245,11 @@ impl PlannedRank<'_> {
         StepMemory::new(self, plan, (rank, brought), memory).run()
     }
 
-    /// Bytes of the means that backward passes return: float32, which a step does not round.
+    /// Bytes of the means that backward passes return.
     fn means(&self) -> usize {
         let passes = self.layout.passes();
         let means = passes.parameters().iter().filter(|parameter| parameter.is_trained);
-        means.map(|parameter| parameter.shard_count() * precise_dtype(parameter.dtype).size()).sum()
+        means.map(|parameter| parameter.shard_count() * parameter.mean_dtype.size()).sum()
     }
 
     fn frozen(&self) -> usize {

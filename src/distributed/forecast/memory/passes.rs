@@ -136,7 +136,7 @@ impl<'a> PassMemory<'a> {
                 among_replicas: true,
             });
         } else {
-            self.means += sum(PassParameter::shard_count) * wide;
+            self.means += sum(PassParameter::shard_count) * parameters[0].mean_dtype.size();
         }
         self.observe(0);
     }

@@ -331,12 +331,15 @@ impl BucketBytes {
         let elements: usize = held.pieces.iter().map(|piece| piece.len).sum();
         let in_backward = bucket.placement.reduces_in_backward();
         let given = rank.gradient_dtype(bucket.dtype).size();
-        let gradients = if in_backward { share * wide } else { elements * given };
+        let of_mean = rank.layout.mean_dtype(bucket.dtype).size();
+        let gradients = if in_backward { share * of_mean } else { elements * given };
         let reduces = plan.world_size() > 1 && rank.config.gradients == Gradients::PerRank;
         let sent_dtype = sent_dtype(rank.config.grad_dtype, bucket);
         let (sent, received) = (sent_dtype.size(), received(&held.counts.to_vec(), replica));
         let (reduction, added_up) = match (reduces && !in_backward, bucket.kind) {
-            (false, _) => (share * if in_backward { wide } else { given }, 0),
+            // Shares of slices are packed in float32; all else is taken as it is.
+            (false, _) if group.is_some() => (share * wide, 0),
+            (false, _) => (share * if in_backward { of_mean } else { given }, 0),
             (true, _) if replicas == 1 => (whole * sent, 0),
             // Parts are reduced and then gathered.
             (true, BucketKind::Replicated) => (2 * whole * sent, 0),
@@ -365,6 +368,7 @@ impl BucketBytes {
             gradients,
             reduced: match (reduces || in_backward, slices.is_some()) {
                 (false, false) => shard * given,
+                (_, false) if in_backward => shard * of_mean,
                 _ => shard * wide,
             },
             values: shard * narrow,

@@ -196,8 +196,9 @@ impl Passes {
     fn keep_mean(&self, state: &mut PassState, of: GradientOf, sum: Tensor<1>) {
         let GradientOf { index, leaf } = of;
         // By all ranks, also where a sum was taken in two stages. A rank may have no part of it.
-        let ranks = self.parameters[index].counts().ranks() as f64;
-        let mean = flat::mapped(sum, |sum| sum.div_scalar(ranks));
+        let parameter = &self.parameters[index];
+        let ranks = parameter.counts().ranks() as f64;
+        let mean = flat::mapped(sum, |sum| sum.div_scalar(ranks).cast(parameter.mean_dtype));
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         // A value may be reduced more than once in a pass, if it was used again after its last
