@@ -111,7 +111,7 @@ struct Assigned {
 }
 
 /// Settings of whole models, and what an optimizer of single parameters expects of each.
-const OF_WHOLE_MODELS: [(&str, &str); 8] = [
+const OF_WHOLE_MODELS: [(&str, &str); 9] = [
     ("gradients", "`Averaged`, since an optimizer of single parameters reduces nothing"),
     ("max_norm", "`None`, since an optimizer of single parameters clips no global norm"),
     ("loss_scale", "`None`, since an optimizer of single parameters skips no whole step"),
@@ -119,6 +119,7 @@ const OF_WHOLE_MODELS: [(&str, &str); 8] = [
     ("balancing", "the default, since an optimizer of single parameters has no plan"),
     ("costs", "the default, since an optimizer of single parameters has no plan"),
     ("publish", "the default, since an optimizer of single parameters sends each result at once"),
+    ("overlap", "the default, since an optimizer of single parameters sees no passes"),
     ("states_on", "the default, since an optimizer of single parameters moves no states"),
 ];
 
@@ -131,7 +132,8 @@ impl DistMuonConfig {
     ///
     /// [`Error::Setting`] for a setting that no run can use, for gradients that are not
     /// [`Averaged`](Gradients::Averaged), and for settings of whole models: `max_norm`,
-    /// `loss_scale`, `audit_every`, `balancing`, `costs`, `publish` and `states_on`.
+    /// `loss_scale`, `audit_every`, `balancing`, `costs`, `publish`, `overlap` and
+    /// `states_on`.
     pub fn per_parameter(&self, world: &World) -> Result<DistMuon> {
         let rank = Rank::new(world.communicator());
         self.build_on(RankChoice::Fixed(Arc::new(rank)))
@@ -161,7 +163,7 @@ impl DistMuonConfig {
     fn build_on(&self, ranks: RankChoice) -> Result<DistMuon> {
         let values = |config: &Self| {
             let Self { gradients, max_norm, loss_scale, audit_every, .. } = config;
-            let Self { balancing, costs, publish, states_on, .. } = config;
+            let Self { balancing, costs, publish, overlap, states_on, .. } = config;
             [
                 format!("{gradients:?}"),
                 format!("{max_norm:?}"),
@@ -170,6 +172,7 @@ impl DistMuonConfig {
                 format!("{balancing:?}"),
                 format!("{costs:?}"),
                 format!("{publish:?}"),
+                format!("{overlap:?}"),
                 format!("{states_on:?}"),
             ]
         };

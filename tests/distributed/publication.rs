@@ -11,14 +11,17 @@ use distmuon::checkpoint;
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistModuleOptimizer, DistMuonConfig, Layout, Mesh, Publish};
 use distmuon::{Error, Result};
-use distmuon_testing::models::{Fixed, bits};
+use distmuon_testing::models::{Fixed, bits, weights};
 use distmuon_testing::watched::{Event, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::owned::{self, assert_equal, config, train_replicated};
 use crate::{ranks, ranks_here};
 
-pub const EVERYWHERE: &[Case] = cases![parameters_that_arrive_at_first_use_have_the_same_bits];
+pub const EVERYWHERE: &[Case] = cases![
+    parameters_that_arrive_at_first_use_have_the_same_bits,
+    messages_are_hidden_by_default_where_the_engine_works_in_the_background,
+];
 
 pub const IN_PROCESS: &[Case] = cases![
     a_step_returns_before_its_parameters_have_arrived,
@@ -40,6 +43,50 @@ fn parameters_that_arrive_at_first_use_have_the_same_bits() {
             ranks(count, |world| train_replicated(&world, config, 6, 2, DType::F32)).unwrap()
         };
         assert_equal(&train(&now), &train(&later), &format!("{count} ranks"));
+    }
+}
+
+fn messages_are_hidden_by_default_where_the_engine_works_in_the_background() {
+    if !worlds::has(&2) {
+        return;
+    }
+    let train = |overlap: Option<bool>| {
+        let run = ranks(2, |world| {
+            let config = DistMuonConfig::new().with_overlap(overlap);
+            let (mut net, mut optim) = config.start(&world, Pair::new(world.device()))?;
+            let elements = net.first.weight.val().shape().num_elements();
+            let is_default = world.comm().engine_name() == "nccl";
+            for _step in 0..3 {
+                let grads = optim.backward(&net.loss(), &net)?;
+                let held = grads.get::<2>(net.first.weight.id);
+                let held = held.map_or(0, |gradient| gradient.shape().num_elements());
+                // The owner alone has the mean after a pass that reduces.
+                let whole = [0, elements].contains(&held);
+                let all = world.all_gather_value(&held)?;
+                let sum: usize = all.iter().sum();
+                let overlaps = sum == elements;
+                assert!(whole && (overlaps || all == [elements; 2]), "{all:?}");
+                assert_eq!(overlaps, overlap.unwrap_or(is_default), "{overlap:?}");
+                net = optim.step(0.01, net, grads)?;
+            }
+            Ok((world.comm().has_exact_sums(), weights(&net)))
+        });
+        run.unwrap()
+    };
+    let expected = train(Some(false));
+    for overlap in [None, Some(true)] {
+        for ((is_exact, weights), (_, expected)) in train(overlap).into_iter().zip(&expected) {
+            assert!(!is_exact || weights == *expected, "{overlap:?}");
+        }
+    }
+    // A setting of `start`, without which nothing follows it.
+    let outcomes = ranks(2, |world| {
+        let config = DistMuonConfig::new().with_overlap(Some(true));
+        Ok(config.init(&world, &Pair::new(world.device())).err().map(|error| error.to_string()))
+    });
+    for outcome in outcomes.unwrap() {
+        let text = outcome.expect("an error");
+        assert!(text.contains("`overlap`") && text.contains("`DistMuonConfig::start`"), "{text}");
     }
 }
 

@@ -30,22 +30,22 @@ where
     E: From<Error>,
 {
     /// The first rank, whose layout chooses the owners.
-    pub fn first(&self) -> Result<PlannedRank<'a>, E> {
+    pub fn first(&self) -> Result<PlannedRank, E> {
         self.config.check()?;
         ensure_counted(self.config.costs)?;
         self.rank(0, None)
     }
 
     /// Another rank, with the owners of the first.
-    pub fn next(&self, rank: usize, first: &PlannedRank<'_>) -> Result<PlannedRank<'a>, E> {
+    pub fn next(&self, rank: usize, first: &PlannedRank) -> Result<PlannedRank, E> {
         self.rank(rank, Some(&first.layout))
     }
 
-    fn rank(&self, rank: usize, first: Option<&Layout>) -> Result<PlannedRank<'a>, E> {
+    fn rank(&self, rank: usize, first: Option<&Layout>) -> Result<PlannedRank, E> {
         // A world for each rank, since a layout knows the rank that it is on.
         let world = Planned::world(rank, self.ranks, self.nodes, device_of(self.model))?;
-        let layout = (self.layout)(&world)?.with_config(self.config.clone());
-        Ok(PlannedRank::new(self.config, layout, first, self.model)?)
+        let (config, layout) = (self.layout)(&world)?.overlapped(self.config);
+        Ok(PlannedRank::new(config, layout, first, self.model)?)
     }
 }
 
@@ -67,18 +67,18 @@ fn device_of<M: Module>(model: &M) -> Device {
 }
 
 /// A model as a rank would have it.
-pub struct PlannedRank<'a> {
-    pub config: &'a DistMuonConfig,
+pub struct PlannedRank {
+    pub config: DistMuonConfig,
     pub layout: Layout,
     pub routing: Routing,
     pub trainable: Trainable,
     pub found: Vec<Found>,
 }
 
-impl<'a> PlannedRank<'a> {
+impl PlannedRank {
     /// A rank with this layout, with the owners of the first rank's.
     fn new<M: Module>(
-        config: &'a DistMuonConfig,
+        config: DistMuonConfig,
         layout: Layout,
         first: Option<&Layout>,
         model: &M,
@@ -95,7 +95,7 @@ impl<'a> PlannedRank<'a> {
         let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
         ensure_exchangeable(&parameters, world.rank())?;
         let work = (&self.trainable.trainable[..], self.routing.updates());
-        let costs = costs(self.config, &self.layout, &parameters, work)?;
-        plan(self.config, &self.layout, parameters, &costs)
+        let costs = costs(&self.config, &self.layout, &parameters, work)?;
+        plan(&self.config, &self.layout, parameters, &costs)
     }
 }

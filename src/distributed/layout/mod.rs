@@ -6,6 +6,7 @@ mod default_limits;
 mod divide_model;
 mod form;
 mod identity;
+mod overlap;
 mod parameter_shards;
 mod pass_calls;
 mod pass_parameter;

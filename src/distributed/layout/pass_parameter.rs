@@ -160,6 +160,20 @@ impl PassParameter {
         }
     }
 
+    /// The remedy for gradients that no pass has reduced.
+    pub fn remedy(&self) -> &'static str {
+        match self.placement {
+            Placement::Owned => {
+                "take gradients by the optimizer's `backward`, or pass them to `Layout::collect`"
+            }
+            Placement::Reduced | Placement::Replicated => {
+                "take gradients by the optimizer's `backward`, or pass them to `Layout::collect`; \
+                 or start with `DistMuonConfig::with_overlap(Some(false))`, so that a step reduces \
+                 them"
+            }
+        }
+    }
+
     /// Elements of all parts, by the ranks that share the parameter.
     pub fn part_counts(&self) -> &Counts {
         &self.division.part_counts

@@ -547,8 +547,7 @@ impl Detach<'_> {
                 let reason = format!(
                     "its gradient has the wrong shape: expected {expected} elements, got {got:?}"
                 );
-                let remedy = "take gradients by `Layout::backward`";
-                return Err(Error::parameter(&known.path, rank, reason, remedy));
+                return Err(Error::parameter(&known.path, rank, reason, pass_parameter.remedy()));
             }
             Some(_) => {}
         }

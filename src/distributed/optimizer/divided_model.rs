@@ -66,7 +66,8 @@ impl DividedModel {
         // Agreed at once: a rank that returned here would leave the others waiting in the next
         // call.
         world.agree(cuts.restore_whole(&mut found, world.rank()))?;
-        let routed = config.check().and_then(|()| config.muon.route_found(&found));
+        let checked = config.check().and_then(|()| layout.ensure_overlaps(config));
+        let routed = checked.and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
         let Trainable { model: parameters, trainable, planned } =
             world.agree(trainable::of_model(&routing, &found, &cuts))?;

@@ -392,9 +392,9 @@ impl DistMuonConfig {
         on: impl Into<Layout>,
         model: M,
     ) -> Result<(M, DistModuleOptimizer)> {
-        let layout = on.into().with_config(self.clone());
+        let (config, layout) = on.into().overlapped(self);
         let model = layout.shard(model)?;
-        let optim = self.init_on(&layout, &model)?;
+        let optim = config.init_on(&layout, &model)?;
         Ok((model, optim))
     }
 

@@ -203,7 +203,7 @@ struct StatesOfBucket {
 struct OwnBytes(BTreeMap<(String, Vec<usize>, &'static str), usize>);
 
 impl OwnBytes {
-    fn of(&mut self, rank: &PlannedRank<'_>, parameter: &TrainableParameter) -> usize {
+    fn of(&mut self, rank: &PlannedRank, parameter: &TrainableParameter) -> usize {
         let TrainableParameter { kind, shape, dtype, .. } = parameter;
         let UpdateKind::Whole { optimizer, .. } = kind else { return 0 };
         let key = (optimizer.clone(), shape.clone(), dtype.name());
@@ -214,7 +214,7 @@ impl OwnBytes {
     }
 }
 
-impl PlannedRank<'_> {
+impl PlannedRank {
     fn memory(&self, plan: &Plan, rank: usize, own: &mut OwnBytes) -> RankMemory {
         let passes = self.layout.passes();
         let of_model = self.trainable.model.iter();

@@ -19,7 +19,7 @@ struct GradientMessage<'a> {
 
 /// A backward pass in progress, in bytes.
 pub struct PassMemory<'a> {
-    rank: &'a PlannedRank<'a>,
+    rank: &'a PlannedRank,
     /// Gradients that wait for others of their kind, and their bytes.
     buckets: Vec<Vec<&'a PassParameter>>,
     waiting: usize,
@@ -31,7 +31,7 @@ pub struct PassMemory<'a> {
 }
 
 impl<'a> PassMemory<'a> {
-    pub fn new(rank: &'a PlannedRank<'a>) -> Self {
+    pub fn new(rank: &'a PlannedRank) -> Self {
         let (buckets, flights) = (vec![], VecDeque::new());
         Self { rank, buckets, waiting: 0, flights, messages: 0, means: 0, peaks: [0; 3] }
     }

@@ -49,7 +49,7 @@ enum StepMessage {
 
 /// A step in progress, in bytes.
 pub struct StepMemory<'a> {
-    rank: &'a PlannedRank<'a>,
+    rank: &'a PlannedRank,
     stages: Vec<Stage>,
     buckets: Vec<BucketBytes>,
     /// Bytes that do not change.
@@ -73,12 +73,12 @@ impl<'a> StepMemory<'a> {
     /// `memory` has the bytes between steps, and the peaks of the passes before. `brought` has the
     /// states of every bucket that lie on the host meanwhile.
     pub fn new(
-        rank: &'a PlannedRank<'a>,
+        rank: &'a PlannedRank,
         plan: &Plan,
         (index, brought): (usize, Vec<usize>),
         memory: RankMemory,
     ) -> Self {
-        let config = rank.config;
+        let config = &rank.config;
         let of_bucket = |bucket: &Bucket| BucketBytes::new(rank, plan, bucket, index);
         let buckets: Vec<_> = plan.buckets().iter().map(of_bucket).collect();
         Self {
@@ -310,7 +310,7 @@ impl<'a> StepMemory<'a> {
 }
 
 impl BucketBytes {
-    fn new(rank: &PlannedRank<'_>, plan: &Plan, bucket: &Bucket, index: usize) -> Self {
+    fn new(rank: &PlannedRank, plan: &Plan, bucket: &Bucket, index: usize) -> Self {
         let parameters = plan.parameters();
         let group = rank.layout.slice_group(parameters[bucket.parameters[0]].cut_axes());
         // The bucket as this rank has it, and its place among the ranks that have the same.

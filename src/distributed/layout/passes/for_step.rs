@@ -42,8 +42,7 @@ impl Passes {
         let uncollected = parameters.find(|p| state.has_left(p.index, LeafUses::has_gradient));
         if let Some(parameter) = uncollected {
             let reason = "its gradient was not collected from the ranks";
-            let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
-            return Err(Error::parameter(&parameter.path, rank, reason, remedy));
+            return Err(Error::parameter(&parameter.path, rank, reason, parameter.remedy()));
         }
         state.steps += 1;
         drop(state);
