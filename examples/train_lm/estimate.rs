@@ -4,8 +4,9 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Device, FloatDType};
 use distmuon::distributed::{Axis, TimeAssumptions};
 
+use super::exact_mars::exact_mars;
 use super::model::GptConfig;
-use super::optimizer::Contender;
+use super::optimizer::{Contender, OptimizerName};
 use super::options::{Options, not_negative, positive};
 use super::settings::Dtype;
 use super::sharding::Sharding;
@@ -144,6 +145,9 @@ impl Estimate {
         let sizes = settings.model(settings.vocabulary());
         let model = sizes.init(&device.autodiff());
         let config = contender.config(settings, &sharding, self.ranks)?;
+        let in_passes = sharding.reduces_in_passes(self.ranks);
+        let is_muon = contender.optimizer.single() == OptimizerName::Muon;
+        let is_exact = is_muon && exact_mars(&config.muon, in_passes)?.is_some();
         let layout = |world: &_| sharding.layout(world, &config, &model);
         let memory = config.forecast_memory(self.ranks, self.nodes, &model, layout)?;
         println!(
@@ -160,6 +164,11 @@ impl Estimate {
         let time = config.forecast_time(self.ranks, self.nodes, &model, layout, &assumed)?;
         println!("\n{time}\n{assumed}");
         println!("\nMemory is without activations and the working memory of a step's kernels.");
+        if is_exact {
+            println!(
+                "With exact MARS, a rank also has the model of the step before and gradients of it."
+            );
+        }
         Ok(())
     }
 }

@@ -19,15 +19,24 @@ pub struct ExactMars {
     gradients: GradientBuffer,
 }
 
+/// The exact form, if a run's settings have it. Fails where it can't correct the gradients.
+pub fn exact_mars(config: &MuonConfig, reduces_in_passes: bool) -> Result<Option<Mars>> {
+    let exact = config.parts.iter().find_map(|part| match part {
+        Part::Mars(mars) if mars.exact => Some(*mars),
+        _ => None,
+    });
+    ensure!(
+        exact.is_none() || !reduces_in_passes,
+        "exact MARS corrects the gradients of a rank's own batch, which passes send to other \
+         ranks; give --overlap=false, and leave --owned and --rows out"
+    );
+    Ok(exact)
+}
+
 impl ExactMars {
-    /// Starts a run, if its settings have the exact form. A resumed run has no correction in its
-    /// first step, since a checkpoint has no former parameters.
-    pub fn start(config: &MuonConfig, model: &Gpt) -> Result<Option<Self>> {
-        let exact = config.parts.iter().find_map(|part| match part {
-            Part::Mars(mars) if mars.exact => Some(*mars),
-            _ => None,
-        });
-        let Some(mars) = exact else { return Ok(None) };
+    /// Starts a run. A resumed run has no correction in its first step, since a checkpoint has no
+    /// former parameters.
+    pub fn start(mars: Mars, config: &MuonConfig, model: &Gpt) -> Result<Self> {
         // Anew: a model that was loaded has parameters of another identity than the optimizer saw.
         let routing = config.route(model)?;
         let of_muon = |role| matches!(role, ParameterRole::Muon { .. });
@@ -35,7 +44,7 @@ impl ExactMars {
         let matrices: Vec<ParamId> = routes.map(|route| route.id).collect();
         ensure!(!matrices.is_empty(), "--settings has exact MARS, and no parameter is Muon's");
         let (momentum, gradients) = (config.momentum.momentum.clone(), GradientBuffer::new());
-        Ok(Some(Self { mars, momentum, matrices, previous: model.clone(), gradients }))
+        Ok(Self { mars, momentum, matrices, previous: model.clone(), gradients })
     }
 
     /// Adds the gradients of a part of the batch for the former parameters. `scale` multiplies the

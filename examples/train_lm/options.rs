@@ -252,9 +252,9 @@ impl Options {
         ensure!(
             !self.sharding.is_shared()
                 || runs.iter().all(|run| run.contender.optimizer.is_shared()),
-            "--owned, --rows, --overlap, --in-flight-mb, --bucket-mb, --balancing, --costs, \
-             --states-on, --audit-every and the axes tp and ep are for dist-muon and dist-adamw; \
-             use or compare only these"
+            "--owned, --rows, --overlap, --in-flight-mb, --round-means, --bucket-mb, --balancing, \
+             --costs, --states-on, --audit-every and the axes tp and ep are for dist-muon and \
+             dist-adamw; use or compare only these"
         );
         let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
         ensure!(

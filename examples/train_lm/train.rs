@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, anyhow};
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
@@ -23,7 +23,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use super::average::Averaging;
 use super::data::{Corpus, Draw, Split};
 use super::display::Display;
-use super::exact_mars::ExactMars;
+use super::exact_mars::{ExactMars, exact_mars};
 use super::model::{Gpt, GptConfig};
 use super::optimizer::{Optim, OptimizerName};
 use super::options::{LINE_EVERY, Options, Plan};
@@ -215,13 +215,10 @@ impl Run<'_> {
         if contender.optimizer.single() != OptimizerName::Muon {
             return Ok(None);
         }
-        let mars = ExactMars::start(&contender.muon(&self.settings)?, model)?;
-        ensure!(
-            mars.is_none() || !self.options.sharding.reduces_in_passes(world.size()),
-            "exact MARS corrects the gradients of a rank's own batch, which passes send to other \
-             ranks; give --overlap=false, and leave --owned and --rows out"
-        );
-        Ok(mars)
+        let config = contender.muon(&self.settings)?;
+        let in_passes = self.options.sharding.reduces_in_passes(world.size());
+        let exact = exact_mars(&config, in_passes)?;
+        exact.map(|mars| ExactMars::start(mars, &config, model)).transpose()
     }
 
     /// Adds the weights to their average, if one is wanted. All ranks make this call.

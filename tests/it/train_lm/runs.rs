@@ -475,6 +475,10 @@ fn exact_mars_corrects_the_gradients_of_parts_and_ranks() {
         let arguments = format!("--data text.rs --steps 2 --batch 2 {mars} {layout}");
         rejected(folder.path(), &arguments, "exact MARS corrects the gradients of a rank's own");
     }
+    let estimate = format!("--estimate ranks=2 {mars}");
+    rejected(folder.path(), &estimate, "exact MARS corrects the gradients of a rank's own");
+    let estimate = succeed(folder.path(), &format!("{estimate} --overlap=false"));
+    assert!(estimate.contains("the model of the step before"), "{estimate}");
 }
 
 /// An average over one step is the weights themselves, and none changes the training.
