@@ -105,7 +105,8 @@ impl Mars {
                 ONLY_RANK,
                 "its gradient can't be corrected: expected one of this rank's batch, got a shard \
                  of the mean of all ranks",
-                "use a layout without `owned`, `rows` and `overlap_backward`, or `Mars::new`",
+                "leave `owned`, `rows`, `overlap_backward` and `DistMuonConfig::overlap` out, or \
+                 use `Mars::new`",
             ));
         }
         let strength = self.gamma * momentum / (1.0 - momentum);

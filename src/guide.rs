@@ -208,7 +208,7 @@ pub mod hosts {}
 /// [`with_in_flight_mb`]: crate::distributed::Layout::with_in_flight_mb
 /// [`with_config`]: crate::distributed::Layout::with_config
 /// [layouts]: crate::guide#other-documents
-/// [audits]: crate::guide::is_it_really_muon#a-second-computation-by-another-rank
+/// [excluding]: crate::guide::excluding
 #[doc = include_str!("../docs/guide/large-models.md")]
 pub mod large_models {}
 

@@ -367,9 +367,7 @@ fn nccl_rejects_devices_other_than_cuda() {
 fn threads_over_nccl_train_as_copying_threads_do() {
     let train = |world: World| -> Result<_> {
         let net = Layers::square(3, 32, world.device()).map(&mut Fixed::new(1));
-        // Since gradients are given, and not those of a pass.
-        let config = DistMuonConfig::new().with_overlap(Some(false));
-        let (mut net, mut optim) = config.start(&world, net)?;
+        let (mut net, mut optim) = DistMuonConfig::new().start(&world, net)?;
         for step in 0..3 {
             let gradients = gradients(&net, step);
             net = optim.step(0.01, net, gradients)?;

@@ -87,11 +87,6 @@ impl Communicator {
         self.engine.engine_name()
     }
 
-    /// Returns `true` if messages arrive while the ranks compute, as with NCCL.
-    pub fn works_in_background(&self) -> bool {
-        self.engine.works_in_background()
-    }
-
     /// Returns the library and the version that the engine uses.
     pub fn version(&self) -> String {
         self.engine.version()

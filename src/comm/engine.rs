@@ -45,13 +45,6 @@ pub trait Engine: Debug + Send + Sync {
         vec![(0..self.size()).collect()]
     }
 
-    /// Returns `true` if messages arrive while the ranks compute, also if a rank makes no call in
-    /// the meantime. Where it is `true`, [`DistMuonConfig::start`](crate::DistMuonConfig::start)
-    /// hides messages behind the passes by default.
-    fn works_in_background(&self) -> bool {
-        false
-    }
-
     /// Implements [`Communicator::communicators`](super::Communicator::communicators).
     fn communicators(&self) -> usize;
 

@@ -184,10 +184,6 @@ impl Engine for Hierarchy {
         self.all.engine_name()
     }
 
-    fn works_in_background(&self) -> bool {
-        self.all.works_in_background()
-    }
-
     fn version(&self) -> String {
         format!("{}, {} nodes", self.all.version(), self.nodes.len())
     }

@@ -51,7 +51,6 @@ mod value_bytes;
 mod world;
 
 pub(crate) use agreement::{Difference, digest, unequal, unite};
-pub(crate) use choose_engine::cuda_index;
 pub use communicator::Communicator;
 pub use counts::PairCounts;
 pub(crate) use counts::received;

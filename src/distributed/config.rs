@@ -206,17 +206,11 @@ pub struct DistMuonConfig {
     /// The time at which the ranks wait for new parameters.
     #[config(default = "Publish::Now")]
     pub publish: Publish,
-    /// `Some(true)`: [`start`](Self::start) sets
+    /// Hides messages behind the passes: [`start`](Self::start) then sets both
     /// [`Layout::overlap_backward`](super::Layout::overlap_backward) and [`Publish::AtFirstUse`],
-    /// so that messages are sent while the passes go on. `Some(false)`: it leaves both as they are.
-    ///
-    /// `None`, the default, is `Some(true)` on several ranks over NCCL, which sends in the
-    /// background, and `Some(false)` on all other engines. Over NCCL, it is also `Some(false)` with
-    /// [`audit_every`](Self::audit_every) and [`Gradients::Averaged`], for layouts with
-    /// [slices](super::Place::shard), whose gradients only a step compares, and for those that
-    /// [allow unused parameters](super::Layout::allow_unused), whose passes would send more
-    /// messages.
-    pub overlap: Option<bool>,
+    /// in whatever placement.
+    #[config(default = false)]
+    pub overlap: bool,
     /// The place of the states between updates.
     #[config(default = "StatesOn::Model")]
     pub states_on: StatesOn,

@@ -167,10 +167,6 @@ impl Engine for Watched {
         self.inner.engine_name()
     }
 
-    fn works_in_background(&self) -> bool {
-        self.inner.works_in_background()
-    }
-
     fn rank(&self) -> usize {
         self.inner.rank()
     }

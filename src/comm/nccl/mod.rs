@@ -260,10 +260,6 @@ impl Engine for Nccl {
         ENGINE
     }
 
-    fn works_in_background(&self) -> bool {
-        true
-    }
-
     fn version(&self) -> String {
         let library = &self.shared.peers.comm.library;
         format!("NCCL {} ({})", dotted(library.version()), library.path.display())

@@ -10,6 +10,4 @@ mod planned_world;
 mod time;
 
 pub use memory::{MemoryForecast, RankMemory};
-#[cfg(test)]
-pub(super) use planned_world::Planned;
 pub use time::{Links, Machine, PassTimes, TimeAssumptions, Timeline, timeline};

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::{Device, Tensor};
 
-use crate::comm::{Engine, PairCounts, Pending, PendingParts, ReduceOp, World, cuda_index};
+use crate::comm::{Engine, PairCounts, Pending, PendingParts, ReduceOp, World};
 use crate::error::{Error, Result};
 
 /// One of several ranks, the others of which agree to whatever it gives.
@@ -15,8 +15,6 @@ pub struct Planned {
     rank: usize,
     ranks: usize,
     nodes: usize,
-    /// `true` on a GPU of CUDA, whose ranks NCCL connects.
-    is_over_nccl: bool,
 }
 
 impl Planned {
@@ -33,14 +31,7 @@ impl Planned {
             let value = format!("{nodes} for {ranks} ranks");
             return Err(Error::setting("nodes", value, "a divisor of the number of ranks"));
         }
-        let is_over_nccl = cuda_index(&device).is_some();
-        Ok(World::new(Self { rank, ranks, nodes, is_over_nccl }, device))
-    }
-
-    /// A rank of a world over NCCL, without a GPU.
-    #[cfg(test)]
-    pub fn over_nccl(ranks: usize) -> World {
-        World::new(Self { rank: 0, ranks, nodes: 1, is_over_nccl: true }, Device::default())
+        Ok(World::new(Self { rank, ranks, nodes }, device))
     }
 
     fn nothing_to_exchange<T>() -> Result<T> {
@@ -64,10 +55,6 @@ impl Engine for Planned {
 
     fn size(&self) -> usize {
         self.ranks
-    }
-
-    fn works_in_background(&self) -> bool {
-        self.is_over_nccl
     }
 
     fn nodes(&self) -> Vec<Vec<usize>> {
@@ -140,7 +127,7 @@ impl Engine for Planned {
     /// group from the mesh.
     fn split(&self, _: usize, _: usize) -> Result<Arc<dyn Engine>> {
         // A group for which only its existence counts: sizes come from the mesh.
-        Ok(Arc::new(Self { rank: 0, ranks: 1, nodes: 1, is_over_nccl: self.is_over_nccl }))
+        Ok(Arc::new(Self { rank: 0, ranks: 1, nodes: 1 }))
     }
 
     fn fail(&self, _: &str) {}

@@ -168,8 +168,8 @@ impl PassParameter {
             }
             Placement::Reduced | Placement::Replicated => {
                 "take gradients by the optimizer's `backward`, or pass them to `Layout::collect`; \
-                 or start with `DistMuonConfig::with_overlap(Some(false))`, so that a step reduces \
-                 them"
+                 or leave `overlap_backward` and `DistMuonConfig::overlap` out, so that a step \
+                 reduces them"
             }
         }
     }

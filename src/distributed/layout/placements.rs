@@ -42,7 +42,8 @@ impl Layout {
         let mut found = parameters::lazily(model);
         let rank = self.world().rank();
         if let Some(owned) = found.iter().find(|found| found.placement.reduces_in_backward()) {
-            let remedy = "shard a model once, and keep the layout that did it";
+            let remedy = "shard a model once, and keep the layout that did it; for another one, \
+                          shard the model of `Layout::unshard`";
             return Err(Error::parameter(&owned.path, rank, "it is already divided", remedy));
         }
         let routing = self.config.muon.route_found(&found)?;
@@ -55,7 +56,11 @@ impl Layout {
             .collect();
         let mut cuts = Cuts::of(&self.mesh, &found, routing.routes(), &places)?;
         for (found, route) in found.iter_mut().zip(routing.routes()) {
-            found.placement = self.placement(found, &places, &cuts);
+            found.placement = match self.placement(found, &places, &cuts) {
+                // Its factors are added where a pass would see the parameter.
+                Placement::Reduced if adapted.contains(&found.path) => Placement::Replicated,
+                placement => placement,
+            };
             if found.placement.is_owned()
                 // AdamW's parameters, which have no owners, lie in even rows of elements in any
                 // case.
@@ -75,8 +80,14 @@ impl Layout {
                 return Err(Error::parameter(&found.path, rank, reason, remedy));
             }
         }
-        let Trainable { model, trainable, planned } = trainable::of_model(&routing, &found, &cuts)?;
-        self.ensure_unmixed(&model, &planned)?;
+        let mut trained = trainable::of_model(&routing, &found, &cuts)?;
+        let mixed = self.mixed(&trained)?;
+        if !mixed.is_empty() {
+            let in_step = found.iter_mut().filter(|found| mixed.contains(&found.path));
+            in_step.for_each(|found| found.placement = Placement::Replicated);
+            trained = trainable::of_model(&routing, &found, &cuts)?;
+        }
+        let Trainable { model, trainable, planned } = trained;
         Ok(Division { found, cuts, routing, model, trainable, planned })
     }
 
@@ -185,20 +196,22 @@ impl Layout {
         }
     }
 
-    /// Fails for a parameter to be divided of which Muon updates some blocks and AdamW others.
-    fn ensure_unmixed(&self, model: &[ModelParameter], planned: &[Parameter]) -> Result<()> {
+    /// The parameters whose gradients a pass would reduce, and of which Muon updates some blocks
+    /// and AdamW others. Fails for one that is to be divided.
+    fn mixed(&self, trained: &Trainable) -> Result<HashSet<String>> {
         let is_mixed = |parameter: &&ModelParameter| {
-            let works = || planned[parameter.trainable.clone()].iter();
+            let works = || trained.planned[parameter.trainable.clone()].iter();
             let is_matrices = |planned: &Parameter| matches!(planned.work, Work::Matrices { .. });
             parameter.placement.reduces_in_backward()
                 && works().any(is_matrices)
                 && !works().all(is_matrices)
         };
-        if let Some(mixed) = model.iter().find(is_mixed) {
+        let mut mixed = trained.model.iter().filter(is_mixed);
+        if let Some(divided) = mixed.clone().find(|parameter| parameter.placement.is_owned()) {
             let reason = "it has blocks that its rule leaves to AdamW, so it can't be divided";
             let remedy = "leave it on all ranks, or split it without `leave`";
-            return Err(Error::parameter(&mixed.path, self.world().rank(), reason, remedy));
+            return Err(Error::parameter(&divided.path, self.world().rank(), reason, remedy));
         }
-        Ok(())
+        Ok(mixed.by_ref().map(|parameter| parameter.path.clone()).collect())
     }
 }

@@ -283,8 +283,13 @@ impl DetachedParameters {
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
-        let Self { parameters, originals, .. } = self;
-        let (indices, values) = (indices(known), shaped(parameters, known));
+        let Self { mut parameters, originals, .. } = self;
+        let (indices, values) = (indices(known), shaped(&mut parameters, known));
+        // Blocks of this rank, of parameters with others that are on their way.
+        let whole = known.iter().filter(|parameter| !parameter.placement.is_owned());
+        for block in whole.flat_map(|parameter| parameter.trainable.clone()) {
+            parameters.take(block).into_iter().for_each(|value| publication.keep(block, value));
+        }
         let mut reattach =
             Reattach { indices, originals, values, known, passes, parts, publication };
         parameters::map(model, &mut reattach)
@@ -357,7 +362,10 @@ fn inner(tensor: FloatTensor<Dispatch>) -> FloatTensor<Dispatch> {
 
 /// The values of the model's parameters in their shapes. `None` for owned parameters, and for those
 /// that are on their way.
-fn shaped(mut values: FlatTensors, known: &[ModelParameter]) -> Vec<Option<FloatTensor<Dispatch>>> {
+fn shaped(
+    values: &mut FlatTensors,
+    known: &[ModelParameter],
+) -> Vec<Option<FloatTensor<Dispatch>>> {
     let is_present = |parameter: &ModelParameter| {
         let mut blocks = parameter.trainable.clone();
         !parameter.placement.is_owned() && blocks.all(|block| values.get(block).is_some())

@@ -67,6 +67,12 @@ impl Publication {
         arriving.buffers += more.buffers;
     }
 
+    /// Adds a parameter that this rank has updated itself, as a part of one of the model whose other
+    /// parts are on their way.
+    pub fn keep(&self, index: usize, value: Tensor<1>) {
+        self.state().arrived.insert(index, value);
+    }
+
     /// Drops parameters when they arrive: the model has kept their values.
     pub fn leave_out(&self, parameters: Range<usize>) {
         let mut state = self.state();
@@ -127,6 +133,7 @@ impl Publication {
                 return Some(value);
             }
             if !self.land(&mut state) {
+                assert!(state.failure.is_some(), "no bucket has block {index} of a parameter");
                 return None;
             }
         };
