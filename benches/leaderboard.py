@@ -146,6 +146,8 @@ PARTS = {
         CUSHIONED, steps=6, normalization="Schatten4"
     ),
     "You's set": coefficients("You"),
+    "Schatten-4 norm": {"newton_schulz": {"normalization": "Schatten4"}},
+    "You's set, Schatten-4": coefficients("You", normalization="Schatten4"),
     "momentum cool-down": cool_down,
     "tail average": tail_average,
     "cautious decay": decay("Cautious", 0.1),
@@ -180,6 +182,10 @@ PARTS = {
         "parts": [part("RelativeUpdate", least=0.3825, most=None, to="Outputs")]
     }
     | decay("CautiousAfter", 0.1),
+    "floor by rows": {
+        "parts": [part("RelativeUpdate", least=0.3825, most=None, to="Outputs")]
+    },
+    "late cautious decay": decay("CautiousAfter", 0.1),
     "update as large as its parameter": {
         "parts": [part("RelativeUpdate", least=1.0, most=1.0, to="Matrix")],
         "lr_scale": "None",

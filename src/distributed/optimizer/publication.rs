@@ -67,7 +67,7 @@ impl Publication {
         arriving.buffers += more.buffers;
     }
 
-    /// Adds a parameter that this rank has updated itself, as a part of one of the model whose other
+    /// Adds a parameter that this rank has updated itself: a part of one of the model whose other
     /// parts are on their way.
     pub fn keep(&self, index: usize, value: Tensor<1>) {
         self.state().arrived.insert(index, value);
