@@ -86,6 +86,7 @@
 //! | [`qk_clip`] | [`QkClip`], which scales the projections of attention heads with large logits |
 //! | [`comm`] | [`World`], the ranks that train together, and their collectives |
 //! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the assignment of matrices to ranks |
+//! | [`parallel`] | layers and experts of which every rank has a slice |
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
 //! | [`recipe`] | [`Recipe`], settings with which others train by Muon, with their sources |
 //! | [`certificate`] | a hash chain of what a run was trained with, and of its weights |

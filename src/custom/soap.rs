@@ -109,7 +109,7 @@ pub struct SoapState<const D: usize> {
     /// The average of squares in the eigenbasis.
     second: Tensor<D>,
     /// A matrix has one for its rows and one for its columns, up to the largest side.
-    sides: [Option<Side>; 2],
+    sides: [Option<SoapSide>; 2],
     /// Steps that were not skipped, without the first: -1 before that one. On the device, so that a
     /// step that is taken back does not count.
     taken: Tensor<1>,
@@ -120,7 +120,7 @@ pub struct SoapState<const D: usize> {
 
 /// The preconditioner of the rows or of the columns, and its eigenvectors.
 #[derive(Clone)]
-struct Side {
+struct SoapSide {
     preconditioner: Tensor<2>,
     basis: Tensor<2>,
 }
@@ -128,7 +128,7 @@ struct Side {
 /// The names of the sides in records.
 const SIDES: [&str; 2] = ["left", "right"];
 
-impl Side {
+impl SoapSide {
     fn initial(size: usize, device: &Device, dtype: DType) -> Self {
         let preconditioner = Tensor::zeros([size, size], (device, dtype));
         Self { preconditioner, basis: Tensor::<2>::eye(size, device).cast(dtype) }
@@ -274,7 +274,7 @@ impl<const D: usize> SoapState<D> {
         }
         let shape = values.shape();
         let [left, right] = self.sides.each_ref().map(|side| {
-            side.as_ref().map(|Side { basis, .. }| match back {
+            side.as_ref().map(|SoapSide { basis, .. }| match back {
                 false => basis.clone(),
                 true => basis.clone().transpose(),
             })
@@ -330,7 +330,7 @@ fn as_matrix<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
     tensor.reshape([rows, columns])
 }
 
-impl RecordState for Side {
+impl RecordState for SoapSide {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         out.push_tensor(prefix, "preconditioner", self.preconditioner.to_data());
         out.push_tensor(prefix, "basis", self.basis.to_data());
@@ -371,7 +371,7 @@ impl<const D: usize> RecordState for SoapState<D> {
         let momentum = tensor(prefix, "momentum", source, device)?;
         let second = tensor(prefix, "second", source, device)?;
         let sides =
-            SIDES.map(|name| Side::state_unflatten(&join_path(prefix, name), source, device));
+            SIDES.map(|name| SoapSide::state_unflatten(&join_path(prefix, name), source, device));
         let taken = tensor(prefix, "taken", source, device)?;
         Some(Self { momentum, second, sides, taken, look_in: 0 })
     }
@@ -393,7 +393,7 @@ impl Optimizer for Soap {
         state.taken = state.taken.add_scalar(1.0);
         if is_first {
             state.precondition(gradient, beta_2);
-            state.sides.iter_mut().flatten().for_each(Side::decompose);
+            state.sides.iter_mut().flatten().for_each(SoapSide::decompose);
             return (parameter, Some(state));
         }
         let squares = state.rotated(gradient.clone(), false).square();
@@ -428,7 +428,7 @@ impl LayerOptimizer for Soap {
         let (device, dtype) = (parameter.device(), parameter.dtype());
         let side = |dimension: usize| {
             let size = (D == 2).then(|| parameter.dims()[dimension])?;
-            (size <= self.0.largest_side).then(|| Side::initial(size, &device, dtype))
+            (size <= self.0.largest_side).then(|| SoapSide::initial(size, &device, dtype))
         };
         SoapState {
             momentum: parameter.zeros_like(),
@@ -446,7 +446,7 @@ impl LayerOptimizer for Soap {
     ) -> SoapState<D> {
         let [old_left, old_right] = old.sides;
         let [left, right] = new.sides;
-        let keep = |old: Option<Side>, new| Some(Side::keep(rejected, old?, new?));
+        let keep = |old: Option<SoapSide>, new| Some(SoapSide::keep(rejected, old?, new?));
         SoapState {
             momentum: rejected.keep(old.momentum, new.momentum),
             second: rejected.keep(old.second, new.second),

@@ -13,7 +13,7 @@ pub struct Exclusive<T> {
 
 /// The purpose for which a thread takes a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Purpose {
+pub enum Access {
     /// To look at it or to change it, which takes no time.
     Look,
     /// For a call that may wait for other ranks.
@@ -23,7 +23,7 @@ pub enum Purpose {
 #[derive(Debug)]
 enum Slot<T> {
     Here(T),
-    Taken(Purpose),
+    Taken(Access),
 }
 
 impl<T: Default> Default for Slot<T> {
@@ -39,12 +39,12 @@ impl<T> Exclusive<T> {
 
     /// Takes the value, once no other thread has it. If one has it for a call, `in_call` runs once
     /// before this thread waits, and may end that call.
-    pub fn take(&self, purpose: Purpose, in_call: impl FnOnce()) -> Taken<'_, T> {
+    pub fn take(&self, purpose: Access, in_call: impl FnOnce()) -> Taken<'_, T> {
         let mut in_call = Some(in_call);
         let mut slot = self.lock();
         // Looked at after every wait: a third thread may have begun a call in the meantime.
         while !matches!(*slot, Slot::Here(_)) {
-            match in_call.take_if(|_| matches!(*slot, Slot::Taken(Purpose::Call))) {
+            match in_call.take_if(|_| matches!(*slot, Slot::Taken(Access::Call))) {
                 Some(in_call) => {
                     drop(slot);
                     in_call();
@@ -103,7 +103,7 @@ mod tests {
     use std::sync::mpsc;
     use std::thread;
 
-    use super::Purpose::{Call, Look};
+    use super::Access::{Call, Look};
     use super::*;
 
     #[test]

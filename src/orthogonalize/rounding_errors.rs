@@ -112,7 +112,7 @@ pub struct Errors {
 impl Errors {
     /// Predicts the errors for one spectrum.
     pub fn new(schedule: &[Polynomial], arithmetic: Arithmetic, spectrum: &Spectrum) -> Self {
-        let run = Run::new(schedule, arithmetic, spectrum);
+        let run = ExactIteration::new(schedule, arithmetic, spectrum);
         let steps = schedule.len();
         let last = squares(run.counts, &run.values[steps]);
         let input = run.stored(0, 0.0) / last;
@@ -129,7 +129,7 @@ impl Errors {
 }
 
 /// The singular values of a run in exact arithmetic, and the propagation of errors to its result.
-struct Run<'a> {
+struct ExactIteration<'a> {
     schedule: &'a [Polynomial],
     arithmetic: Arithmetic,
     counts: &'a [f64],
@@ -153,7 +153,7 @@ struct Gains {
     outside: Vec<f64>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> ExactIteration<'a> {
     fn new(schedule: &'a [Polynomial], arithmetic: Arithmetic, spectrum: &'a Spectrum) -> Self {
         let mut values = vec![spectrum.values.clone()];
         for polynomial in schedule {
@@ -334,7 +334,7 @@ impl Gains {
 /// The eigenvalues of `R` and `Q` of the Gram form between two restarts, and the errors of their
 /// entries for all pairs of groups.
 struct Segment<'a> {
-    run: &'a Run<'a>,
+    run: &'a ExactIteration<'a>,
     r: Vec<f64>,
     q: Vec<f64>,
     errors: Vec<Covariance>,
@@ -359,7 +359,7 @@ struct Sum {
 }
 
 impl<'a> Segment<'a> {
-    fn new(run: &'a Run<'a>, start: usize) -> Self {
+    fn new(run: &'a ExactIteration<'a>, start: usize) -> Self {
         let x = &run.values[start];
         let r = squared(x);
         let error = Covariance { r: run.gram_variance(x, &r), q: 0.0, both: 0.0 };

@@ -378,16 +378,7 @@ impl MuonUpdate {
         let unchanged = MatrixFlags { flags: &unchanged, first: batch.first };
         let values = idle_matrices::of_sections(values, &sections, m * n);
         let flags = batch.flags(&diverged);
-        let values = match batch.skips.take() {
-            None => apply(self.policy(), values, direction, flags, unchanged, &steps),
-            Some(SkipCount { skipped, .. }) => {
-                let policy = self.policy();
-                let (values, skips) =
-                    apply_and_count(policy, values, direction, flags, steps[0], skipped);
-                batch.skips.set(Some(skips));
-                values
-            }
-        };
+        let values = self.applied(batch, values, direction, flags, unchanged, &steps);
         let mut values = idle_matrices::of_parameters(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
@@ -409,6 +400,25 @@ impl MuonUpdate {
         let origins = parameters.iter().map(|parameter| parameter.origin);
         let stored = InState { dtype: batch.dtype, firsts: &firsts, elements: count * m * n };
         (self.precision.narrow(values, stored, origins, state), diverged)
+    }
+
+    /// Values after the step along a direction, which also counts skips if the batch does.
+    fn applied(
+        &self,
+        batch: &MuonBatch<'_>,
+        values: Values,
+        direction: Tensor<3>,
+        flags: &Tensor<1>,
+        unchanged: MatrixFlags<'_>,
+        steps: &[ParameterStep],
+    ) -> Values {
+        let policy = self.policy();
+        let Some(SkipCount { skipped, .. }) = batch.skips.take() else {
+            return apply(policy, values, direction, flags, unchanged, steps);
+        };
+        let (values, skips) = apply_and_count(policy, values, direction, flags, steps[0], skipped);
+        batch.skips.set(Some(skips));
+        values
     }
 
     /// Values after the decay of those elements that agree in sign with the update.

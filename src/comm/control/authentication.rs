@@ -53,7 +53,7 @@ pub enum Admission {
 
 /// The side that signs.
 #[derive(Clone, Copy)]
-enum Side {
+enum Signer {
     Member,
     Rank0,
 }
@@ -88,34 +88,36 @@ impl Hello {
 
     /// Returns the same message with a proof of its present content.
     pub fn signed(self, challenge: &Challenge, secret: &[u8]) -> Self {
-        let proof = mac(Side::Member, challenge, &self, secret).finalize().into_bytes().into();
+        let proof = mac(Signer::Member, challenge, &self, secret).finalize().into_bytes().into();
         Self { proof, ..self }
     }
 
     /// Returns `true` if the writer of this message knows the secret. Takes constant time.
     pub fn is_authentic(&self, challenge: &Challenge, secret: &[u8]) -> bool {
-        mac(Side::Member, challenge, self, secret).verify_slice(&self.proof).is_ok()
+        mac(Signer::Member, challenge, self, secret).verify_slice(&self.proof).is_ok()
     }
 
     /// Returns rank 0's proof for the writer of this message.
     pub fn welcome(&self, challenge: &Challenge, secret: &[u8]) -> Admission {
-        Admission::Welcome(mac(Side::Rank0, challenge, self, secret).finalize().into_bytes().into())
+        Admission::Welcome(
+            mac(Signer::Rank0, challenge, self, secret).finalize().into_bytes().into(),
+        )
     }
 
     /// Returns `true` if the writer of a welcome to this message knows the secret. Takes constant
     /// time.
     pub fn accepts_welcome(&self, challenge: &Challenge, proof: &Proof, secret: &[u8]) -> bool {
-        mac(Side::Rank0, challenge, self, secret).verify_slice(proof).is_ok()
+        mac(Signer::Rank0, challenge, self, secret).verify_slice(proof).is_ok()
     }
 }
 
 /// The data that a side signs.
-fn mac(side: Side, challenge: &Challenge, hello: &Hello, secret: &[u8]) -> Hmac<Sha256> {
+fn mac(side: Signer, challenge: &Challenge, hello: &Hello, secret: &[u8]) -> Hmac<Sha256> {
     let mut mac = Hmac::new_from_slice(secret).expect("HMAC takes keys of any length");
     mac.update(&challenge.protocol);
     mac.update(match side {
-        Side::Member => b"member",
-        Side::Rank0 => b"rank 0",
+        Signer::Member => b"member",
+        Signer::Rank0 => b"rank 0",
     });
     mac.update(&challenge.nonce);
     // The nonces of both sides, so that neither proof fits another connection.

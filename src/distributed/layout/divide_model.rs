@@ -71,7 +71,7 @@ impl Layout {
         let table = LayoutTable::new(&division.found, &parameters, cuts);
         let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
-        let model = model.apply_reparameterization(Shard {
+        let model = model.apply_reparameterization(AttachParts {
             world,
             passes: &passes,
             parameters: &owned,
@@ -79,7 +79,7 @@ impl Layout {
             error: &mut error,
         });
         let mut cut = Slicing { world, cuts, owned: &owned, error };
-        // After the parts: what is owned was cut by `Shard`, and is skipped here.
+        // After the parts: what is owned was cut by `AttachParts`, and is skipped here.
         let model = parameters::map(model, &mut cut);
         if let Some(error) = cut.error {
             return Err(error); // the others were told of it
@@ -311,7 +311,7 @@ struct Settings<'a> {
 }
 
 /// Attaches parts to a model.
-struct Shard<'a> {
+struct AttachParts<'a> {
     world: &'a World,
     passes: &'a Arc<Passes>,
     parameters: &'a HashMap<String, Arc<PassParameter>>,
@@ -319,7 +319,7 @@ struct Shard<'a> {
     error: &'a mut Option<Error>,
 }
 
-impl Shard<'_> {
+impl AttachParts<'_> {
     /// The value of an outcome. Keeps its error, and tells the other ranks, which wait for this one
     /// in the next broadcast.
     fn report<T>(&mut self, outcome: Result<T>) -> Option<T> {
@@ -342,7 +342,7 @@ impl Shard<'_> {
     }
 }
 
-impl Reparameterizer for Shard<'_> {
+impl Reparameterizer for AttachParts<'_> {
     type Reparam = Owned;
 
     fn reparameterize<const D: usize>(

@@ -53,7 +53,7 @@ struct ParameterDivision {
     /// Elements of the shards of this rank's part.
     shard_counts: Counts,
     /// In the order of the parts.
-    pieces: Vec<Piece>,
+    pieces: Vec<BlockPiece>,
 }
 
 /// The position of a rank among those that share a parameter, or a slice of it, and its replicas.
@@ -68,7 +68,7 @@ pub struct Position {
 
 /// Neighbouring elements of a block.
 #[derive(Debug)]
-struct Piece {
+struct BlockPiece {
     block: usize,
     /// The part that has them.
     part: usize,
@@ -114,7 +114,7 @@ impl ParameterDivision {
             for held in &in_use[position.replica] {
                 let Overlap { parameter: block, elements, padding } = held.clone();
                 let part = position.part;
-                pieces.push(Piece { block, part, elements, padding, in_parts, in_shards });
+                pieces.push(BlockPiece { block, part, elements, padding, in_parts, in_shards });
                 in_parts += extent(held);
                 in_shards += extent(held);
             }
@@ -244,12 +244,12 @@ impl PassParameter {
         self.assembled(shards, |piece| piece.in_shards)
     }
 
-    fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&Piece) -> usize) -> Tensor<1> {
+    fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&BlockPiece) -> usize) -> Tensor<1> {
         let block = |block: usize| {
             let mut pieces: Vec<_> =
                 self.division.pieces.iter().filter(|p| p.block == block).collect();
             pieces.sort_by_key(|piece| piece.elements.start);
-            let end = |piece: &Piece| first(piece) + piece.elements.len();
+            let end = |piece: &BlockPiece| first(piece) + piece.elements.len();
             // Pieces that follow each other in the buffer as well are one range, so that a
             // parameter in rows is not copied if it has a buffer of its own.
             let runs = pieces.chunk_by(|a, b| end(a) == first(b));
@@ -273,17 +273,17 @@ impl PassParameter {
     fn joined<'a>(
         &self,
         whole: Tensor<1>,
-        pieces: impl IntoIterator<Item = &'a Piece>,
+        pieces: impl IntoIterator<Item = &'a BlockPiece>,
     ) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
         let (blocks, pieces) = (self.blocks.cut(whole), pieces.into_iter().collect::<Vec<_>>());
         // Neighbours in the whole, such as rows, are one slice.
-        let follows = |a: &&Piece, b: &&Piece| {
+        let follows = |a: &&BlockPiece, b: &&BlockPiece| {
             a.padding == 0 && a.block == b.block && a.elements.end == b.elements.start
         };
         let mut values = vec![];
         for run in pieces.chunk_by(follows) {
-            let (first, Piece { elements, padding, .. }) = (run[0], run[run.len() - 1]);
+            let (first, BlockPiece { elements, padding, .. }) = (run[0], run[run.len() - 1]);
             values.push(flat::slice(&blocks[first.block], first.elements.start..elements.end));
             values.extend((*padding > 0).then(|| flat::zeros(*padding, dtype, &device)));
         }

@@ -30,7 +30,7 @@ use super::identity::{Values, Version};
 use super::pass_calls::{Event, Events};
 use super::pass_parameter::PassParameter;
 use crate::comm::{Communicator, World};
-use crate::distributed::exclusive::{Exclusive, Purpose};
+use crate::distributed::exclusive::{Access, Exclusive};
 use crate::error::{Error, Result};
 use crate::link::{GraphOrder, Link, identity};
 pub use message::Message;
@@ -173,17 +173,17 @@ impl Passes {
 
     /// The state, for what waits for no other rank.
     fn state(&self) -> InUse<'_> {
-        self.take(Purpose::Look)
+        self.take(Access::Look)
     }
 
     /// The state, for a call that may wait for other ranks.
     fn calling(&self) -> InUse<'_> {
-        self.take(Purpose::Call)
+        self.take(Access::Call)
     }
 
     /// The state. A second thread that needs it while a call waits for other ranks ends the wait:
     /// all ranks fail, instead of waiting for each other.
-    fn take(&self, purpose: Purpose) -> InUse<'_> {
+    fn take(&self, purpose: Access) -> InUse<'_> {
         let mut error = None;
         let mut state = self.state.take(purpose, || {
             if self.groups.world.size() > 1 {

@@ -34,14 +34,14 @@ use crate::update::{
 pub struct Shard {
     pub bucket: Bucket,
     pub exchange: Exchange,
-    /// This rank's part of the bucket's buffer.
+    /// This rank's range of the bucket's buffer.
     range: Range<usize>,
     update: Update,
     /// The index of the update among updates of its kind.
     settings: usize,
     /// `true` if any of the bucket's parameters is a stack of matrices.
     has_stacks: bool,
-    /// The parameters in this rank's part, in order.
+    /// The parameters in this range, in order.
     runs: Vec<ShardRun>,
     batches: Vec<Batch>,
     device: Device,
@@ -186,24 +186,12 @@ impl Shard {
                 // multiples of 8.
                 let rest = &updates.rest[settings];
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
-                let batch = ElementwiseUpdate::batch(&[range.len()]);
-                let slots = rest.slots(bucket.dtype);
-                let shape = [range.len()];
-                let state = Slots::zeros(&slots, batch, &shape, bucket.dtype, states_device);
-                let batch = Batch {
-                    runs: 0..runs.len(),
-                    elements: 0..range.len(),
-                    row: ROW_ELEMENTS,
-                    matrices: None,
-                    whole: None,
-                    state,
-                    clocks: Clocks::default(),
-                };
+                let elements = range.len();
+                let batch =
+                    || elementwise_batch(runs.len(), elements, bucket.dtype, states_device, rest);
                 // Not every backend accepts empty tensors.
-                (
-                    Update::Elementwise(rest.clone()),
-                    (!range.is_empty()).then_some(batch).into_iter().collect(),
-                )
+                let batches = (!range.is_empty()).then(batch).into_iter().collect();
+                (Update::Elementwise(rest.clone()), batches)
             }
         };
         let has_stacks = bucket.parameters.iter().any(|index| parameters[*index].is_stack());
@@ -724,6 +712,26 @@ impl Batch {
             decision: Decision { flag, read: controls.read.get(run.parameter).copied() },
         };
         vec![update.step(tensors, parameter, &mut self.state, own, observations)]
+    }
+}
+
+/// The batch of all elements, with a state of zero.
+fn elementwise_batch(
+    runs: usize,
+    elements: usize,
+    dtype: DType,
+    states_device: &Device,
+    update: &ElementwiseUpdate,
+) -> Batch {
+    let (batch, slots) = (ElementwiseUpdate::batch(&[elements]), update.slots(dtype));
+    Batch {
+        runs: 0..runs,
+        elements: 0..elements,
+        row: ROW_ELEMENTS,
+        matrices: None,
+        whole: None,
+        state: Slots::zeros(&slots, batch, &[elements], dtype, states_device),
+        clocks: Clocks::default(),
     }
 }
 

@@ -8,7 +8,7 @@ use burn::module::{Param, ParamMapper};
 use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
-use crate::distributed::exclusive::{Exclusive, Purpose, Taken};
+use crate::distributed::exclusive::{Access, Exclusive, Taken};
 use crate::distributed::plan::{Bucket, InBuffer};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
@@ -55,7 +55,7 @@ impl Publication {
 
     /// A second thread may wait for it as well: the gathering has started on all ranks.
     fn state(&self) -> Taken<'_, Arrivals> {
-        self.arrivals.take(Purpose::Look, || {})
+        self.arrivals.take(Access::Look, || {})
     }
 
     /// Adds a bucket, whose gathering has started after the buckets before it.

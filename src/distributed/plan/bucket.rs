@@ -31,12 +31,12 @@ pub enum BucketKind {
     Replicated,
 }
 
-/// A run of a parameter's flat elements in the flat buffer of a bucket, followed by zeros.
+/// Neighbouring flat elements of a parameter in the flat buffer of a bucket, followed by zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Piece {
     /// Index of the parameter in the plan.
     pub parameter: usize,
-    /// First element of the run, in the parameter.
+    /// First element of the piece, in the parameter.
     pub start: usize,
     /// Elements of the run.
     pub len: usize,

@@ -12,21 +12,53 @@ pub(crate) fn check(
     momentum: &MomentumConfig,
     weight_decay: &WeightDecay,
 ) -> Result<()> {
-    let together = |value: String, expected| Err(Error::setting("parts", value, expected));
+    ensure_single(parts)?;
+    ensure_momentum_fits(parts, momentum)?;
+    ensure_point_ahead_fits(parts, weight_decay)?;
+    ensure_decay_of_namo_fits(parts, weight_decay)?;
+    ensure_norm_is_set_once(parts, weight_decay)
+}
+
+fn together(value: String, expected: &'static str) -> Result<()> {
+    Err(Error::setting("parts", value, expected))
+}
+
+fn of_decay(value: String, expected: &'static str) -> Result<()> {
+    Err(Error::setting("weight_decay", value, expected))
+}
+
+fn decays(weight_decay: &WeightDecay) -> bool {
+    weight_decay.rate().extremes().any(|rate| rate != 0.0)
+}
+
+fn fixes_norm(part: &Part) -> bool {
+    matches!(part, Part::Muown(_) | Part::Hyperball(_))
+}
+
+fn sets_norm(part: &Part) -> bool {
+    fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_))
+}
+
+/// Fails for a part that is there twice, or whose scale the next one undoes.
+fn ensure_single(parts: &[Part]) -> Result<()> {
     if let Some(twice) = first_repeated(parts) {
         return together(format!("{twice} twice"), "every part at most once");
     }
-    if let Some((sized, resized)) = first_resized(parts) {
-        return together(
+    match first_resized(parts) {
+        None => Ok(()),
+        Some((sized, resized)) => together(
             format!("{resized} right after {sized}"),
             "only one of them, or the other order, since the later one undoes the scale of the \
              earlier one",
-        );
+        ),
     }
+}
+
+fn ensure_momentum_fits(parts: &[Part], momentum: &MomentumConfig) -> Result<()> {
     let corrected = momentum.bias_correction;
     let differs =
-        |part: &&Part| matches!(part, Part::Namo(namo) if namo.bias_correction != corrected);
-    if parts.iter().any(|part| differs(&part)) {
+        |part: &Part| matches!(part, Part::Namo(namo) if namo.bias_correction != corrected);
+    if parts.iter().any(differs) {
         return Err(Error::setting(
             "parts.Namo.bias_correction",
             !corrected,
@@ -41,52 +73,58 @@ pub(crate) fn check(
             "zero, since the mixture is the momentum",
         ));
     }
-    let fixes_norm = |part: &&Part| matches!(part, Part::Muown(_) | Part::Hyperball(_));
-    let sets_norm =
-        |part: &&Part| fixes_norm(part) || matches!(part, Part::MaxNorm(_) | Part::RadialBrake(_));
-    if let Some(ahead) = parts.iter().find(|part| matches!(part, Part::EmaNesterov(_))) {
-        let name = ahead.behaviour().name();
-        if let Some(other) = parts.iter().find(sets_norm) {
-            return together(
-                format!("{name} with {other}"),
-                "only one of them, since the point ahead has not the norm that the other sets",
-            );
-        }
-        if matches!(weight_decay, WeightDecay::CautiousAfter(_)) {
-            return Err(Error::setting(
-                "weight_decay",
-                format!("{weight_decay:?} with {name}"),
-                "another kind, since the average of the steps would lack this one",
-            ));
-        }
+    Ok(())
+}
+
+/// Fails if the point ahead of EMA-Nesterov would lack a norm or a decay.
+fn ensure_point_ahead_fits(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
+    let ahead = parts.iter().find(|part| matches!(part, Part::EmaNesterov(_)));
+    let Some(name) = ahead.map(|part| part.behaviour().name()) else { return Ok(()) };
+    if let Some(other) = parts.iter().find(|part| sets_norm(part)) {
+        return together(
+            format!("{name} with {other}"),
+            "only one of them, since the point ahead has not the norm that the other sets",
+        );
     }
-    if let Some(namo) = parts.iter().position(|part| matches!(part, Part::Namo(p) if p.decays())) {
-        if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
-            return Err(Error::setting(
-                "weight_decay",
-                format!("{weight_decay:?} with a decay of NAMO"),
-                "zero, since NAMO decays at the rate of its update (or leave \
-                 `Namo::weight_decay` at zero)",
-            ));
-        }
-        if let Some(other) = parts.iter().find(fixes_norm) {
-            return together(
-                format!("{other} with a decay of NAMO"),
-                "no `Namo::weight_decay`, since the other part sets the norm of the parameter",
-            );
-        }
-        if parts[..namo].iter().any(|part| matches!(part, Part::EmaNesterov(_))) {
-            return together(
-                "EMA-Nesterov before a decay of NAMO".to_owned(),
-                "the other order, since the average of the steps would lack the decay",
-            );
-        }
+    match weight_decay {
+        WeightDecay::CautiousAfter(_) => of_decay(
+            format!("{weight_decay:?} with {name}"),
+            "another kind, since the average of the steps would lack this one",
+        ),
+        _ => Ok(()),
     }
-    // The rest is about a part that fixes the norms of parameters.
-    let Some(fixing) = parts.iter().find(fixes_norm) else {
-        return Ok(());
-    };
-    if let Some(other) = parts.iter().filter(sets_norm).find(|part| !std::ptr::eq(*part, fixing)) {
+}
+
+fn ensure_decay_of_namo_fits(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
+    let place = parts.iter().position(|part| matches!(part, Part::Namo(namo) if namo.decays()));
+    let Some(place) = place else { return Ok(()) };
+    if decays(weight_decay) {
+        return of_decay(
+            format!("{weight_decay:?} with a decay of NAMO"),
+            "zero, since NAMO decays at the rate of its update (or leave `Namo::weight_decay` at \
+             zero)",
+        );
+    }
+    if let Some(other) = parts.iter().find(|part| fixes_norm(part)) {
+        return together(
+            format!("{other} with a decay of NAMO"),
+            "no `Namo::weight_decay`, since the other part sets the norm of the parameter",
+        );
+    }
+    match parts[..place].iter().any(|part| matches!(part, Part::EmaNesterov(_))) {
+        true => together(
+            "EMA-Nesterov before a decay of NAMO".to_owned(),
+            "the other order, since the average of the steps would lack the decay",
+        ),
+        false => Ok(()),
+    }
+}
+
+/// Fails for a part that fixes the norms of parameters, next to another one or to a decay of them.
+fn ensure_norm_is_set_once(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
+    let Some(fixing) = parts.iter().find(|part| fixes_norm(part)) else { return Ok(()) };
+    let mut others = parts.iter().filter(|part| !std::ptr::eq(*part, fixing));
+    if let Some(other) = others.find(|part| sets_norm(part)) {
         return together(
             format!("{} with {other}", fixing.behaviour().name()),
             "only one of them, since both set the norm of the parameter",
@@ -103,11 +141,10 @@ pub(crate) fn check(
         // The other kinds also turn the parameter.
         _ => return Ok(()),
     };
-    if weight_decay.rate().extremes().any(|rate| rate != 0.0) {
-        let value = format!("{weight_decay:?} with {}", fixing.behaviour().name());
-        return Err(Error::setting("weight_decay", value, expected));
+    match decays(weight_decay) {
+        true => of_decay(format!("{weight_decay:?} with {}", fixing.behaviour().name()), expected),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// The first part of a kind that is listed before: both would store their state under one name.

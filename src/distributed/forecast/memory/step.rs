@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use burn::tensor::DType;
+
 use super::RankMemory;
 use crate::backend::precise_dtype;
 use crate::comm::{received, sum_over_ranks};
@@ -335,19 +337,11 @@ impl BucketBytes {
         let gradients = if in_backward { share * of_mean } else { elements * given };
         let reduces = plan.world_size() > 1 && rank.config.gradients == Gradients::PerRank;
         let sent_dtype = sent_dtype(rank.config.grad_dtype, bucket);
-        let (sent, received) = (sent_dtype.size(), received(&held.counts.to_vec(), replica));
-        let (reduction, added_up) = match (reduces && !in_backward, bucket.kind) {
+        let (reduction, added_up) = match (reduces && !in_backward, group) {
+            (true, _) => reduced_in_step(&held, replica, replicas, sent_dtype),
             // Shares of slices are packed in float32; all else is taken as it is.
-            (false, _) if group.is_some() => (share * wide, 0),
-            (false, _) => (share * if in_backward { of_mean } else { given }, 0),
-            (true, _) if replicas == 1 => (whole * sent, 0),
-            // Parts are reduced and then gathered.
-            (true, BucketKind::Replicated) => (2 * whole * sent, 0),
-            // The contributions of all ranks to this rank's part, which it adds up.
-            (true, _) => {
-                let added_up = sum_over_ranks::bytes_of_rows(received, replicas, sent_dtype);
-                ((whole + received) * sent, added_up)
-            }
+            (false, Some(_)) => (share * wide, 0),
+            (false, None) => (share * if in_backward { of_mean } else { given }, 0),
         };
         let slices = group.map(|_| {
             let updates = rank.routing.updates();
@@ -377,6 +371,27 @@ impl BucketBytes {
             slices,
             gathering: gathers.then_some([(share + whole) * narrow, share * narrow]),
             held: elements * narrow,
+        }
+    }
+}
+
+/// Bytes of the messages in which a step reduces a bucket, and of what a rank then adds up.
+fn reduced_in_step(
+    held: &Bucket,
+    replica: usize,
+    replicas: usize,
+    sent_dtype: DType,
+) -> (usize, usize) {
+    let (whole, sent) = (held.elements(), sent_dtype.size());
+    let received = received(&held.counts.to_vec(), replica);
+    match held.kind {
+        _ if replicas == 1 => (whole * sent, 0),
+        // Parts are reduced and then gathered.
+        BucketKind::Replicated => (2 * whole * sent, 0),
+        // The contributions of all ranks to this rank's part, which it adds up.
+        BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
+            let added_up = sum_over_ranks::bytes_of_rows(received, replicas, sent_dtype);
+            ((whole + received) * sent, added_up)
         }
     }
 }

@@ -23,7 +23,7 @@ struct PartToGather {
 
 /// The kind of a pass, of which the parts are known that were used last.
 #[derive(Clone, Copy, PartialEq)]
-enum Purpose {
+enum PassKind {
     Training,
     /// Without gradients.
     Evaluation,
@@ -44,7 +44,7 @@ impl Passes {
             uses.in_pass.push(part.clone());
         }
         self.gathered(&mut state, parameter, part, |state| {
-            self.start_next(state, &next, Purpose::Training)
+            self.start_next(state, &next, PassKind::Training)
         })
     }
 
@@ -67,7 +67,7 @@ impl Passes {
         let is_known = before.is_some_and(|before| before.values == part.values);
         let next = if is_known { next } else { vec![] };
         self.gathered(&mut state, parameter, part, |state| {
-            self.start_next(state, &next, Purpose::Evaluation)
+            self.start_next(state, &next, PassKind::Evaluation)
         })
     }
 
@@ -85,7 +85,7 @@ impl Passes {
         next.retain(|index| !state.is_partial(*index));
         state.uses[parameter.index].part = Some(part.clone());
         self.gathered(&mut state, parameter, part, |state| {
-            self.start_next(state, &next, Purpose::Training)
+            self.start_next(state, &next, PassKind::Training)
         })
     }
 
@@ -173,7 +173,7 @@ impl Passes {
 
     /// Starts to gather the parameters that are used next, as far as the limit allows. All ranks
     /// have the same limit and order, so all of them stop at the same call.
-    fn start_next(&self, state: &mut PassState, next: &[usize], purpose: Purpose) -> Result<()> {
+    fn start_next(&self, state: &mut PassState, next: &[usize], purpose: PassKind) -> Result<()> {
         let mut rest = next;
         loop {
             let (indices, after) = self.next_message(state, rest, purpose);
@@ -202,7 +202,7 @@ impl Passes {
         &self,
         state: &PassState,
         next: &'a [usize],
-        purpose: Purpose,
+        purpose: PassKind,
     ) -> (Vec<usize>, &'a [usize]) {
         let (mut indices, mut bytes) = (vec![], 0);
         for (position, index) in next.iter().enumerate() {
@@ -226,9 +226,9 @@ impl Passes {
         &self,
         state: &mut PassState,
         index: usize,
-        purpose: Purpose,
+        purpose: PassKind,
     ) -> Result<PartToGather> {
-        if purpose == Purpose::Training {
+        if purpose == PassKind::Training {
             self.land_publication(state, &self.parameters[index])?;
         }
         let arrived = state.arrived_part(index, purpose);
@@ -240,11 +240,15 @@ impl Passes {
 impl PassState {
     /// The part of a parameter that a pass of a kind will most likely use, unless it is on its way.
     /// One that was not used yet is known only at its use.
-    fn arrived_part(&self, index: usize, purpose: Purpose) -> Option<(Option<Values>, &Tensor<1>)> {
+    fn arrived_part(
+        &self,
+        index: usize,
+        purpose: PassKind,
+    ) -> Option<(Option<Values>, &Tensor<1>)> {
         let Uses { part, published, evaluated, .. } = &self.uses[index];
         let (used, published) = match purpose {
-            Purpose::Training => (part, published.as_ref().map(|published| &published.part)),
-            Purpose::Evaluation => (evaluated, None),
+            PassKind::Training => (part, published.as_ref().map(|published| &published.part)),
+            PassKind::Evaluation => (evaluated, None),
         };
         // The part of this pass before the last step's: an older model may be in use.
         match used {
@@ -255,9 +259,9 @@ impl PassState {
 
     /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on
     /// its way.
-    fn knows_part(&self, index: usize, purpose: Purpose) -> bool {
+    fn knows_part(&self, index: usize, purpose: PassKind) -> bool {
         let is_publishing = || self.publishing.iter().any(|parts| parts.of.contains(&index));
         self.arrived_part(index, purpose).is_some()
-            || purpose == Purpose::Training && is_publishing()
+            || purpose == PassKind::Training && is_publishing()
     }
 }

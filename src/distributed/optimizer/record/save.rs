@@ -138,20 +138,7 @@ impl DistModuleOptimizer {
             begun.with((here, states), waiting)
         };
         let mut saving = writes.then(start).transpose();
-        let mut parts = parts.into_iter();
-        for (entry, writer) in entries.into_iter().zip(&writers.model) {
-            let whole = match entry.is_divided {
-                true => {
-                    let (path, part) = parts.next().expect("every divided parameter has a part");
-                    Some(divided.collect_whole(&path, part, *writer)?)
-                }
-                false => None,
-            };
-            if *writer == rank {
-                let Entry { planned, data, .. } = entry;
-                put(&mut saving, planned.bytes, Box::new(iter::once_with(move || data(whole))));
-            }
-        }
+        put_entries(divided, entries.into_iter().zip(writers.model), parts, &mut saving)?;
         collect(divided, shards, &own, receivers, |bytes, read| put(&mut saving, bytes, read))?;
         for counter in counters {
             let value = TensorData::from([counter.value]);
@@ -164,6 +151,31 @@ impl DistModuleOptimizer {
             None => Ok(()),
         })
     }
+}
+
+/// Writes the entries of which this rank is the writer. All ranks make this call: they collect what
+/// is divided.
+fn put_entries(
+    divided: &DividedModel,
+    entries: impl Iterator<Item = (Entry, usize)>,
+    parts: Vec<(String, Tensor<1>)>,
+    saving: &mut Result<Option<Saving>>,
+) -> Result<()> {
+    let mut parts = parts.into_iter();
+    for (entry, writer) in entries {
+        let whole = match entry.is_divided {
+            true => {
+                let (path, part) = parts.next().expect("every divided parameter has a part");
+                Some(divided.collect_whole(&path, part, writer)?)
+            }
+            false => None,
+        };
+        if writer == divided.world.rank() {
+            let Entry { planned, data, .. } = entry;
+            put(saving, planned.bytes, Box::new(iter::once_with(move || data(whole))));
+        }
+    }
+    Ok(())
 }
 
 /// Gives the entries of all ranks the identities of rank 0's, and returns its number of the save,
