@@ -117,6 +117,7 @@ pub mod settings {}
 /// [settings]: crate::guide::settings
 /// [`IterationDtype::Auto`]: crate::IterationDtype::Auto
 /// [`NewtonSchulzConfig`]: crate::NewtonSchulzConfig
+/// [precision]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/recipes.md")]
 pub mod recipes {}
 

@@ -102,7 +102,8 @@ pub enum Recipe {
     /// - the mixing weights of the source's residual stream have rates and betas of their own
     ///   (`x0_lambdas` 0.5 and betas of 0.96 and 0.95, `smear` and `backout` 0.2);
     /// - the source equilibrates rows and renormalises with floors of 1e-6, here 1e-15 of the
-    ///   largest element, and 1e-10; it iterates in bfloat16 only;
+    ///   largest element, and 1e-10; it iterates in bfloat16 only, and refuses float16 as unstable,
+    ///   which [`IterationDtype::Auto`](crate::IterationDtype::Auto) takes first;
     /// - vectors have the rate of the source's `resid_lambdas`, since its norms have no weights;
     /// - the source multiplies the rates of embeddings and head by `sqrt(768 / width)`, and all
     ///   rates and the decay by factors for other batches: [`Dial`](crate::Dial) has these rules.

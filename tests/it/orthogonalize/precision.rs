@@ -365,7 +365,7 @@ impl Row {
         let Errors { full_rank, zeros } = errors;
         let cells = full_rank.iter().chain(zeros).map(|error| format!(",{error:.3}"));
         format!(
-            "{set},{steps},{normalization:?},{:?},{},{dtype:?},{m},{n},{:.0}{}\n",
+            "\"{set}\",{steps},{normalization:?},{:?},{},{dtype:?},{m},{n},{:.0}{}\n",
             plan.form,
             restarts.join(" "),
             self.operations(),
