@@ -2,17 +2,19 @@
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::parts::{
     AdaMuon, ColumnEquilibration, EmaNesterov, Hyperball, Mars, MaxNorm, MomentumMixture, Muown,
     Namo, NorMuon, Part, RadialBrake, RelativeUpdate, Renormalization, RowEquilibration, Sign,
 };
 use distmuon::{
-    AdamWConfig, Coefficients, LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
-    NewtonSchulzConfig, Normalization, RoutingRule, Schedule, StateDtype, WeightDecay,
+    AdamWConfig, Coefficients, LionConfig, MasterWeights, MatrixLayout, MomentumConfig,
+    MomentumForm, MuonConfig, NewtonSchulzConfig, Normalization, RoutingRule, Schedule, StateDtype,
+    WeightDecay,
 };
 
 use crate::models::{Fixed, gradients};
+use crate::precision::{self, Rounded, has};
 
 /// Returns combinations with all parts, kinds of decay and forms of momentum, and states of every
 /// extent.
@@ -213,9 +215,19 @@ impl Net {
         net.map(&mut Fixed::new(5))
     }
 
-    /// Returns the gradients of a step. One of the second step is not finite.
+    /// Creates the model in a type, with values that bfloat16 has in half precision.
+    pub fn of(dtype: DType, device: &Device) -> Self {
+        let net = Self::new(device);
+        if dtype == DType::F32 { net } else { net.map(&mut Rounded(dtype)) }
+    }
+
+    /// Returns the gradients of a step, in the type of the model. One of the second step is not
+    /// finite.
     pub fn gradients(&self, step: u64) -> GradientsParams {
-        let mut gradients = gradients(self, step);
+        let mut gradients = match self.table.val().dtype() {
+            DType::F32 => gradients(self, step),
+            half => precision::gradients(self, step, half),
+        };
         if step == 1 {
             let id = self.weights[2].id;
             let gradient = gradients.remove::<2>(id).expect("the matrix has a gradient");
@@ -223,6 +235,25 @@ impl Net {
         }
         gradients
     }
+}
+
+/// Every combination, also without what needs whole values, in float32 and with float32 master
+/// weights in bfloat16, if the device has it.
+pub fn in_types() -> impl Iterator<Item = (String, MuonConfig, DType)> {
+    let all = combinations().into_iter();
+    let all = all.flat_map(|(name, muon)| [(name, separable(muon.clone())), (name, muon)]);
+    let halves = has(FloatDType::BF16).then_some(DType::BF16);
+    let types: Vec<DType> = [DType::F32].into_iter().chain(halves).collect();
+    all.flat_map(move |(name, muon)| {
+        let muon = routed(muon);
+        types.clone().into_iter().map(move |dtype| {
+            let muon = match dtype {
+                DType::F32 => muon.clone(),
+                _ => muon.clone().with_master_weights(MasterWeights::Full),
+            };
+            (format!("{name}, {}", dtype.name()), muon, dtype)
+        })
+    })
 }
 
 /// Adds the rules for a [`Net`], before those that the configuration has.

@@ -19,11 +19,9 @@ use distmuon::{
     Coefficients, Error, IterationForm, MasterWeights, MuonConfig, NewtonSchulzConfig, Result,
     RoutingRule, WeightDecay,
 };
-use distmuon_testing::combinations::{self, combinations, routed, separable};
-use distmuon_testing::models::{
-    Fixed, Layers, assert_same_weights, gradients, scaled, values, weights,
-};
-use distmuon_testing::precision::{Rounded, has};
+use distmuon_testing::combinations;
+use distmuon_testing::models::{Fixed, Layers, assert_same_weights, gradients, scaled, weights};
+use distmuon_testing::precision::{Rounded, floats, has};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
@@ -404,17 +402,14 @@ fn every_part_of_the_update_is_exact_for_cut_matrices() {
         ],
     };
     // Those that need whole values, and each without what needs them.
-    let all = combinations().into_iter();
-    for (name, muon) in all.flat_map(|(name, muon)| [(name, separable(muon.clone())), (name, muon)])
-    {
-        let muon = routed(muon);
+    for (name, muon, dtype) in combinations::in_types() {
         let config = DistMuonConfig::new().with_muon(muon.clone()).with_bucket_mb(Some(0.0005));
         let run = |case: Option<&Cutting>, count: usize| {
             let nets = ranks(count, |world| {
                 let mesh = Mesh::flat(&world);
                 let layout = case.map_or(Ok(Layout::new(&mesh)), |case| case.layout(&world))?;
                 let layout = layout.with_muon(muon.clone());
-                let whole = combinations::Net::new(world.device());
+                let whole = combinations::Net::of(dtype, world.device());
                 let mut net = layout.shard(whole.clone())?;
                 let mut optim = config.init_on(&layout, &net)?;
                 for step in 0..4 {
@@ -427,7 +422,7 @@ fn every_part_of_the_update_is_exact_for_cut_matrices() {
                     };
                     net = optim.step(0.02, net, gradients)?;
                 }
-                Ok((values(&layout.unshard(&net)?), optim.skipped_steps().read()))
+                Ok((floats(&layout.unshard(&net)?), optim.skipped_steps().read()))
             });
             nets.unwrap()
         };
