@@ -6,12 +6,14 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs};
 
-use burn::optim::{AdafactorConfig, LearningRate, Optimizer};
-use burn::tensor::{Device, Tensor};
+use burn::module::Module;
+use burn::optim::{AdafactorConfig, GradientsParams, LearningRate, Optimizer};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::custom::{LayerOptimizer, Rejected, Soap, SoapConfig, SoapState};
 use distmuon::distributed::plan::{Balancing, Costs};
 use distmuon::distributed::{Axis, CostSource, DistMuonConfig, Layout, Mesh};
 use distmuon::{Error, MuonConfig, RoutingRule};
+use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::cuts::{Cutting, loss, slices};
@@ -20,6 +22,7 @@ use crate::{Net, config, device, loads_states, ranks, ranks_here, trained};
 
 pub const EVERYWHERE: &[Case] = cases![
     soap_gives_the_bits_of_one_device_on_every_layout,
+    soap_in_bfloat16_gives_the_bits_of_one_device_on_every_layout,
     states_of_soap_move_between_layouts_and_numbers_of_ranks,
 ];
 
@@ -47,13 +50,24 @@ fn soap() -> DistMuonConfig {
 
 /// The weights after some steps on one device, as a Burn optimizer.
 fn on_one_device(muon: &MuonConfig, steps: u64) -> Vec<Vec<u8>> {
-    let mut net = Net::new(&device());
+    on_one_device_in(DType::F32, muon, steps)
+}
+
+fn on_one_device_in(dtype: DType, muon: &MuonConfig, steps: u64) -> Vec<Vec<u8>> {
+    let mut net = net_of(dtype, &device());
     let mut optim = muon.init(&net);
     for step in 0..steps {
-        let gradients = net.gradients(step);
+        let loss = loss(&net, net.gradients(step));
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
         net = optim.step(0.01, net, gradients);
     }
     net.weights()
+}
+
+/// The model in a type.
+fn net_of(dtype: DType, device: &Device) -> Net {
+    let net = Net::new(device);
+    if dtype == DType::F32 { net } else { net.map(&mut Rounded(dtype)) }
 }
 
 /// A place of all parameters: on a mesh, whole or in slices, and divided between steps or not.
@@ -61,6 +75,8 @@ fn on_one_device(muon: &MuonConfig, steps: u64) -> Vec<Vec<u8>> {
 struct Placed {
     cutting: Cutting,
     divided: Divided,
+    /// The type of the model.
+    dtype: DType,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -95,7 +111,11 @@ fn places() -> Vec<Placed> {
     for count in [1, 2, 4] {
         let whole = Cutting { axes: vec![Axis::data("dp", count)], cuts: vec![] };
         let divided = [Divided::Not, Divided::Owned, Divided::InRows];
-        places.extend(divided.map(|divided| Placed { cutting: whole.clone(), divided }));
+        places.extend(divided.map(|divided| Placed {
+            cutting: whole.clone(),
+            divided,
+            dtype: DType::F32,
+        }));
     }
     for (dp, tp, divided) in [
         (1, 2, Divided::Not),
@@ -105,7 +125,7 @@ fn places() -> Vec<Placed> {
         (1, 4, Divided::Not),
     ] {
         let cutting = Cutting { axes: mesh(dp, tp), cuts: cuts.clone() };
-        places.push(Placed { cutting, divided });
+        places.push(Placed { cutting, divided, dtype: DType::F32 });
     }
     places.retain(|placed| worlds::has(&placed.cutting.ranks()));
     places
@@ -113,14 +133,14 @@ fn places() -> Vec<Placed> {
 
 /// The weights after some steps, from one file if it is given, and saved in another.
 fn advanced(
-    Placed { cutting, .. }: &Placed,
+    Placed { cutting, dtype, .. }: &Placed,
     place: &(dyn Fn(Layout) -> Layout + Sync),
     steps: Range<u64>,
     [from, to]: [Option<&Path>; 2],
 ) -> Vec<Vec<u8>> {
     let nets = ranks(cutting.ranks(), |world| {
         let layout = place(cutting.layout(&world)?.with_muon(muon()));
-        let whole = Net::new(world.device());
+        let whole = net_of(*dtype, world.device());
         let mut net = layout.shard(whole.clone())?;
         let mut optim = soap().init_on(&layout, &net)?;
         if let Some(path) = from {
@@ -151,6 +171,21 @@ fn soap_gives_the_bits_of_one_device_on_every_layout() {
         assert!(trained(count, 4, &soap()) == expected, "{count} ranks");
     }
     for placed in places() {
+        let (axes, divided) = (placed.cutting.name(), placed.divided);
+        let weights = advanced(&placed, &|layout| placed.layout(layout), 0..4, [None; 2]);
+        assert!(weights == expected, "{axes}, {divided:?}");
+    }
+}
+
+/// The parameters are rounded in every step.
+fn soap_in_bfloat16_gives_the_bits_of_one_device_on_every_layout() {
+    let dtype = DType::BF16;
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let expected = on_one_device_in(dtype, &muon(), 4);
+    for placed in places() {
+        let placed = Placed { dtype, ..placed };
         let (axes, divided) = (placed.cutting.name(), placed.divided);
         let weights = advanced(&placed, &|layout| placed.layout(layout), 0..4, [None; 2]);
         assert!(weights == expected, "{axes}, {divided:?}");
@@ -191,13 +226,13 @@ fn states_of_soap_continue_in_a_new_process() {
     let owned = |layout: Layout| layout.owned("dp").with_small_elements(8);
     if let Some(folder) = env::var_os(FOLDER) {
         let folder = Path::new(&folder);
-        let placed = Placed { cutting: plain(4), divided: Divided::Owned };
+        let placed = Placed { cutting: plain(4), divided: Divided::Owned, dtype: DType::F32 };
         let from = folder.join(saved);
         let bytes = advanced(&placed, &owned, 3..6, [Some(&from), None]).concat();
         return fs::write(folder.join(weights), bytes).expect("the folder exists");
     }
     let folder = Folder::create();
-    let placed = Placed { cutting: plain(2), divided: Divided::Not };
+    let placed = Placed { cutting: plain(2), divided: Divided::Not, dtype: DType::F32 };
     advanced(&placed, &|layout| layout, 0..3, [None, Some(&folder.path().join(saved))]);
     let program = env::args_os().next().expect("a program has a name");
     let name = format!("{}::states_of_soap_continue_in_a_new_process", worlds::name());

@@ -197,7 +197,10 @@ pub fn product<const D: usize>(
     gradients: &mut GradientsParams,
 ) -> Tensor<1> {
     let gradient = gradients.remove::<D>(param.id).expect("every parameter has a gradient");
-    (param.val() * Tensor::from_inner(gradient)).sum()
+    let value = param.val();
+    // In float32: a sum in half precision may overflow, and has the same gradient.
+    let gradient = Tensor::from_inner(gradient).cast(value.dtype());
+    (value * gradient).cast(DType::F32).sum()
 }
 
 /// The sum of the products of all parameters with the gradients of a rank's slices: the loss that
