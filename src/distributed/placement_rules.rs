@@ -132,33 +132,37 @@ impl Rule {
 /// The rules of a layout, compiled.
 pub struct Places<'a>(Vec<(&'a Place, Regex)>);
 
+/// The pattern of a place. Fails if it matches no parameter that the place can be for.
+fn compiled(place: &Place, parameters: &[Found]) -> Result<Regex> {
+    let regex = Regex::new(&place.pattern).map_err(|error| Error::Pattern {
+        pattern: place.pattern.clone(),
+        reason: error.to_string(),
+    })?;
+    let (takes_frozen, expected) = match place.rule {
+        Rule::Cut { .. } | Rule::Rows | Rule::Between(Placement::Owned) => {
+            (true, "a parameter whose path matches")
+        }
+        // A frozen parameter has no gradient, and lies on every rank unless a place owns it.
+        Rule::Between(_) | Rule::Partial { .. } => {
+            (false, "a trained parameter whose path matches")
+        }
+    };
+    let matches = |found: &Found| (found.trainable || takes_frozen) && regex.is_match(&found.path);
+    match parameters.iter().any(matches) {
+        true => Ok(regex),
+        false => Err(Error::UnusedRule { pattern: place.pattern.clone(), expected }),
+    }
+}
+
 impl<'a> Places<'a> {
     /// Fails for a pattern that is malformed or matches no parameter. Frozen parameters are cut or
     /// owned.
     pub fn compile(places: &'a [Place], parameters: &[Found]) -> Result<Self> {
-        let compile = |place: &'a Place| {
-            let regex = Regex::new(&place.pattern).map_err(|error| Error::Pattern {
-                pattern: place.pattern.clone(),
-                reason: error.to_string(),
-            })?;
-            let (takes_frozen, expected) = match place.rule {
-                Rule::Cut { .. } | Rule::Rows | Rule::Between(Placement::Owned) => {
-                    (true, "a parameter whose path matches")
-                }
-                // A frozen parameter has no gradient, and lies on every rank unless a place owns
-                // it.
-                Rule::Between(_) | Rule::Partial { .. } => {
-                    (false, "a trained parameter whose path matches")
-                }
-            };
-            let matches =
-                |found: &Found| (found.trainable || takes_frozen) && regex.is_match(&found.path);
-            match parameters.iter().any(matches) {
-                true => Ok((place, regex)),
-                false => Err(Error::UnusedRule { pattern: place.pattern.clone(), expected }),
-            }
-        };
-        places.iter().map(compile).collect::<Result<_>>().map(Self)
+        places
+            .iter()
+            .map(|place| Ok((place, compiled(place, parameters)?)))
+            .collect::<Result<_>>()
+            .map(Self)
     }
 
     fn matching<'b>(&'b self, path: &'b str) -> impl DoubleEndedIterator<Item = &'a Rule> + 'b {

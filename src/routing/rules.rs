@@ -71,6 +71,27 @@ enum Destination {
     },
 }
 
+impl Destination {
+    /// Fails for settings that no run can use, as [`RoutingRule::check`].
+    fn check(
+        &self,
+        precision: Precision,
+        of_muon: impl Fn(Option<&MomentumConfig>, Option<&WeightDecay>) -> Result<()>,
+    ) -> Result<()> {
+        match self {
+            Self::Muon { momentum, weight_decay, .. } => {
+                of_muon(momentum.as_deref(), weight_decay.as_deref())
+            }
+            Self::Elementwise { settings } => {
+                settings.check()?;
+                let mut decays = settings.decays().into_iter();
+                decays.try_for_each(|(name, decay)| precision.ensure_decays(name, decay))
+            }
+            Self::AdamW | Self::Custom { .. } => Ok(()),
+        }
+    }
+}
+
 /// A [`RoutingRule`] that routes to Muon, from [`RoutingRule::muon`], with optional settings in any
 /// order.
 ///
@@ -177,21 +198,9 @@ impl RoutingRule {
         precision: Precision,
         of_muon: impl Fn(Option<&MomentumConfig>, Option<&WeightDecay>) -> Result<()>,
     ) -> Result<()> {
-        let check = || {
-            ensure_size("lr_factor", self.lr_factor)?;
-            match &self.to {
-                Destination::Muon { momentum, weight_decay, .. } => {
-                    of_muon(momentum.as_deref(), weight_decay.as_deref())
-                }
-                Destination::Elementwise { settings } => {
-                    settings.check()?;
-                    let mut decays = settings.decays().into_iter();
-                    decays.try_for_each(|(name, decay)| precision.ensure_decays(name, decay))
-                }
-                Destination::AdamW | Destination::Custom { .. } => Ok(()),
-            }
-        };
-        check().map_err(|error| error.in_field(&format!("rules (`{}`)", self.pattern)))
+        let checked = ensure_size("lr_factor", self.lr_factor);
+        let checked = checked.and_then(|()| self.to.check(precision, of_muon));
+        checked.map_err(|error| error.in_field(&format!("rules (`{}`)", self.pattern)))
     }
 
     /// Returns `true` if the rule is for parameters of a built-in role.

@@ -382,6 +382,20 @@ fn on_device(native: &Native, values: &[u16]) -> Result<Memory, Fault> {
     Memory::of(native.stream(), values).map_err(stuck)
 }
 
+/// Waits for all work of the stream, at most until the deadline.
+fn wait_for_all(native: &Native) -> Result<(), Fault> {
+    let done = native.stream().record().map_err(stuck)?;
+    let start = Instant::now();
+    while !done.is_passed().map_err(stuck)? {
+        if start.elapsed() > DEADLINE {
+            let reason = format!("a product takes longer than {DEADLINE:?}");
+            return Err(Fault::Stuck(Refusal(reason)));
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
 /// The result of launches, one of the pieces of memory that they read and write.
 fn computed(
     native: &Native,
@@ -389,22 +403,10 @@ fn computed(
     memory: Vec<Memory>,
     result: usize,
 ) -> Result<Vec<u16>, Fault> {
-    let run = || {
-        // SAFETY: the memory lives until the stream has done its work: it is not freed after a
-        // failure.
-        unsafe { native.queue(launches) }.map_err(Fault::Stuck)?;
-        let done = native.stream().record().map_err(stuck)?;
-        let start = Instant::now();
-        while !done.is_passed().map_err(stuck)? {
-            if start.elapsed() > DEADLINE {
-                let reason = format!("a product takes longer than {DEADLINE:?}");
-                return Err(Fault::Stuck(Refusal(reason)));
-            }
-            std::thread::yield_now();
-        }
-        memory[result].read().map_err(stuck)
-    };
-    let computed = run();
+    // SAFETY: the memory lives until the stream has done its work: it is not freed after a failure.
+    let queued = unsafe { native.queue(launches) }.map_err(Fault::Stuck);
+    let done = queued.and_then(|()| wait_for_all(native));
+    let computed = done.and_then(|()| memory[result].read().map_err(stuck));
     if computed.is_err() {
         // Freeing would wait for the device.
         std::mem::forget(memory);

@@ -125,26 +125,27 @@ impl Layout {
 
     /// The ranks that share parameters, and those that have replicas of their parts.
     fn groups(&self, parameters: &[Arc<PassParameter>]) -> Result<Groups> {
-        let world = self.world();
-        let group = |axes: Vec<String>| {
-            let grid = self.mesh.grid(&axes);
-            let positions = self.positions(&axes, &grid);
-            let split = |index: fn(&Position) -> usize| -> Result<World> {
-                let group = self.mesh.split(|rank| {
-                    let [replica, slice] = grid.positions[rank];
-                    [index(&positions[replica]) * grid.ranks[0].len() + slice, rank]
-                })?;
-                Ok(World::new(group, world.device().clone()))
-            };
-            // Ranks with one shard index share the parameter, each with another part; those with
-            // one part are its replicas.
-            let sharing = split(|position| position.shard)?;
-            Ok((axes, SharingGroup { sharing, replicas: split(|position| position.part)? }))
+        let axes: BTreeSet<&[String]> =
+            parameters.iter().map(|parameter| parameter.axes()).collect();
+        let by_axes = axes.into_iter().map(|axes| Ok((axes.to_vec(), self.sharing_group(axes)?)));
+        Ok(Groups { world: self.world().clone(), by_axes: by_axes.collect::<Result<_>>()? })
+    }
+
+    /// The ranks that share the parameters that are cut along some axes, and their replicas.
+    fn sharing_group(&self, axes: &[String]) -> Result<SharingGroup> {
+        let grid = self.mesh.grid(axes);
+        let positions = self.positions(axes, &grid);
+        let split = |index: fn(&Position) -> usize| -> Result<World> {
+            let group = self.mesh.split(|rank| {
+                let [replica, slice] = grid.positions[rank];
+                [index(&positions[replica]) * grid.ranks[0].len() + slice, rank]
+            })?;
+            Ok(World::new(group, self.world().device().clone()))
         };
-        let axes: BTreeSet<Vec<String>> =
-            parameters.iter().map(|parameter| parameter.axes().to_vec()).collect();
-        let by_axes = axes.into_iter().map(group).collect::<Result<_>>()?;
-        Ok(Groups { world: world.clone(), by_axes })
+        // Ranks with one shard index share the parameter, each with another part; those with one
+        // part are its replicas.
+        let sharing = split(|position| position.shard)?;
+        Ok(SharingGroup { sharing, replicas: split(|position| position.part)? })
     }
 
     /// Fails on all ranks if their layouts are not the same.

@@ -245,23 +245,30 @@ impl PassParameter {
     }
 
     fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&BlockPiece) -> usize) -> Tensor<1> {
-        let block = |block: usize| {
-            let mut pieces: Vec<_> =
-                self.division.pieces.iter().filter(|p| p.block == block).collect();
-            pieces.sort_by_key(|piece| piece.elements.start);
-            let end = |piece: &BlockPiece| first(piece) + piece.elements.len();
-            // Pieces that follow each other in the buffer as well are one range, so that a
-            // parameter in rows is not copied if it has a buffer of its own.
-            let runs = pieces.chunk_by(|a, b| end(a) == first(b));
-            let ranges = runs.map(|run| first(run[0])..end(run[run.len() - 1]));
-            if self.blocks.is_whole() {
-                return flat::joined(buffer, ranges);
-            }
-            // Views: the blocks are copied when they are joined.
-            let values = ranges.map(|range| flat::slice(buffer, range)).collect();
-            flat::concat(values, buffer.dtype(), &buffer.device())
-        };
-        self.blocks.join((0..self.blocks.count()).map(block).collect())
+        let blocks = 0..self.blocks.count();
+        self.blocks.join(blocks.map(|block| self.block(block, buffer, &first)).collect())
+    }
+
+    /// A block from its pieces in a buffer, each at its first position.
+    fn block(
+        &self,
+        block: usize,
+        buffer: &Tensor<1>,
+        first: impl Fn(&BlockPiece) -> usize,
+    ) -> Tensor<1> {
+        let mut pieces: Vec<_> = self.division.pieces.iter().filter(|p| p.block == block).collect();
+        pieces.sort_by_key(|piece| piece.elements.start);
+        let end = |piece: &BlockPiece| first(piece) + piece.elements.len();
+        // Pieces that follow each other in the buffer as well are one range, so that a parameter in
+        // rows is not copied if it has a buffer of its own.
+        let runs = pieces.chunk_by(|a, b| end(a) == first(b));
+        let ranges = runs.map(|run| first(run[0])..end(run[run.len() - 1]));
+        if self.blocks.is_whole() {
+            return flat::joined(buffer, ranges);
+        }
+        // Views: the blocks are copied when they are joined.
+        let values = ranges.map(|range| flat::slice(buffer, range)).collect();
+        flat::concat(values, buffer.dtype(), &buffer.device())
     }
 
     /// All parts one after the other, from the whole.

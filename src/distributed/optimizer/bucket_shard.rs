@@ -485,22 +485,27 @@ impl Shard {
     /// The checksums of the states of matrices: of each parameter, its index, and the name and the
     /// checksum of a slot.
     pub fn state_sums(&self) -> Vec<(usize, &'static str, u64)> {
-        let of_batch = |batch: &Batch| -> Vec<_> {
-            let Batch { runs, elements, row, state, .. } = batch;
-            let (runs, matrices) = (&self.runs[runs.clone()], elements.len() / row);
-            let of_slot = |name: &'static str| {
-                // Hashed on the host, wherever they lie.
-                let values = state.get(name);
-                // Slots have the values of one matrix after the other.
-                let each = values.dims()[0] / matrices;
-                let matrix = |element: usize| (element - elements.start) / row * each;
-                let parts = runs.iter().map(|run| matrix(run.range.start)..matrix(run.range.end));
-                let sums = checksum::of_parts(values, parts);
-                runs.iter().zip(sums).map(move |(run, sum)| (run.parameter, name, sum))
-            };
-            state.names().flat_map(of_slot).collect()
-        };
-        self.batches.iter().flat_map(of_batch).collect()
+        let slots = self
+            .batches
+            .iter()
+            .flat_map(|batch| batch.state.names().map(move |name| (batch, name)));
+        slots.flat_map(|(batch, name)| self.sums_of_slot(batch, name)).collect()
+    }
+
+    fn sums_of_slot(
+        &self,
+        Batch { runs, elements, row, state, .. }: &Batch,
+        name: &'static str,
+    ) -> Vec<(usize, &'static str, u64)> {
+        let (runs, matrices) = (&self.runs[runs.clone()], elements.len() / row);
+        // Hashed on the host, wherever they lie.
+        let values = state.get(name);
+        // Slots have the values of one matrix after the other.
+        let each = values.dims()[0] / matrices;
+        let matrix = |element: usize| (element - elements.start) / row * each;
+        let parts = runs.iter().map(|run| matrix(run.range.start)..matrix(run.range.end));
+        let sums = checksum::of_parts(values, parts);
+        runs.iter().zip(sums).map(|(run, sum)| (run.parameter, name, sum)).collect()
     }
 
     /// The states that every rank has, since all of them update the shard: of each parameter, its
