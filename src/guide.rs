@@ -148,6 +148,7 @@ pub mod one_device {}
 /// [large-models#the-changed-lines]: crate::guide::large_models#the-changed-lines
 /// [one-device#devices-and-features]: crate::guide::one_device#devices-and-features
 /// [slices]: crate::guide::slices
+/// [settings#lionconfig]: crate::guide::settings#lionconfig
 #[doc = include_str!("../docs/guide/ranks.md")]
 pub mod ranks {}
 

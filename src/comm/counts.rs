@@ -21,9 +21,9 @@ pub fn offsets(counts: &[usize]) -> Vec<usize> {
 /// numbers of all pairs of ranks, which would grow with their square.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PairCounts {
-    /// One for every rank: what this rank sends to it.
+    /// The number of elements that this rank sends to every rank.
     pub sent: Vec<usize>,
-    /// One for every rank: what it sends to this rank.
+    /// The number of elements that every rank sends to this rank.
     pub received: Vec<usize>,
 }
 

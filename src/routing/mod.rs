@@ -169,9 +169,9 @@ pub struct ParameterRoute {
 /// The rules by which parameters are updated.
 #[derive(Debug, Clone)]
 pub(crate) struct Updates {
-    /// First with the settings of the configuration, and then with settings of rules.
+    /// The first has the settings of the configuration, and the others have settings of rules.
     pub muon: Vec<Arc<MuonUpdate>>,
-    /// The same.
+    /// The updates of all other parameters, in the same order.
     pub rest: Vec<Arc<ElementwiseUpdate>>,
     pub custom: CustomOptimizers,
     pub skipped: SkippedSteps,

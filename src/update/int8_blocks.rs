@@ -36,9 +36,9 @@ pub(super) const LARGEST_DECAY: f64 = {
 /// Matrices of one size, as codes.
 #[derive(Clone, Debug)]
 pub(super) struct Blocks8 {
-    /// One for every element, in 8 bits.
+    /// The code of every element, in 8 bits.
     codes: Tensor<1, Int>,
-    /// One for every block.
+    /// The scale of every block.
     scales: Tensor<1>,
     /// Elements of a matrix.
     matrix: usize,

@@ -46,7 +46,7 @@ impl Element {
 pub enum Layout {
     /// `A` in rows and `B` in columns: of both, the inner dimension is contiguous.
     RowsColumns,
-    /// Both in rows.
+    /// `A` and `B` in rows.
     RowsRows,
     /// `A` in columns and `B` in rows: of neither, the inner dimension is contiguous.
     ColumnsRows,

@@ -89,7 +89,7 @@ struct Costs {
     tile: f64,
     /// The meeting of the parts of cut tiles.
     cut: f64,
-    /// Each of these parts.
+    /// The sums of a part of a cut tile.
     part: f64,
 }
 
@@ -254,7 +254,7 @@ pub(super) struct Boxed {
     pub address: u64,
     /// Elements of a line, and lines of a matrix.
     pub sizes: [usize; 2],
-    /// The same of a box.
+    /// Elements of a line, and lines, of a box.
     pub in_box: [u32; 2],
 }
 
