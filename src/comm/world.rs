@@ -147,6 +147,11 @@ impl World {
     /// Ranks with a CUDA device each exchange tensors by NCCL. Where its library is not found, a
     /// warning names it, and they copy tensors from device to device, as all other threads do.
     ///
+    /// Return no model whose parameters a [`Layout`](crate::distributed::Layout) divides, or whose
+    /// gradients a pass reduces: it keeps its world. Over NCCL, the model of rank 0 then waits when
+    /// it is dropped, for up to [`DEADLINE`], until the models of all ranks are. Return the model
+    /// of [`Layout::unshard`](crate::distributed::Layout::unshard) instead.
+    ///
     /// # Errors
     ///
     /// The error of the first rank that failed; the calls of the others end with
