@@ -14,7 +14,7 @@ use distmuon::checkpoint::Saver;
 #[cfg(feature = "cuda")]
 use distmuon::comm::{Launch, Nccl};
 use distmuon::comm::{Pending, ReduceOp, World};
-use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Layout};
 use distmuon::{Error, Result};
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
@@ -45,6 +45,7 @@ const NCCL_CASES: &[worlds::Case] = cases![
     work_queued_before_a_call_does_not_count_towards_the_deadline,
     nccl_rejects_devices_other_than_cuda,
     threads_over_nccl_train_as_copying_threads_do,
+    models_of_threads_over_nccl_can_outlive_the_ranks,
     a_failure_of_a_thread_over_nccl_is_the_error_of_the_run,
     a_thread_over_nccl_that_returns_early_is_missed_before_the_deadline,
     a_device_without_memory_is_the_error_of_the_run_before_the_deadline,
@@ -385,6 +386,20 @@ fn threads_over_nccl_train_as_copying_threads_do() {
         assert_eq!((nccl.0, threads.0), ("nccl", "threads"));
         assert!(nccl.1 == threads.1);
     }
+}
+
+/// A model whose passes reduce its gradients has its world, and is returned from the ranks.
+#[cfg(feature = "cuda")]
+fn models_of_threads_over_nccl_can_outlive_the_ranks() {
+    let start = Instant::now();
+    let models = host::threads(DEADLINE, RANKS, |world| -> Result<_> {
+        let net = Layers::square(3, 32, world.device()).map(&mut Fixed::new(1));
+        let config = DistMuonConfig::new().with_overlap(true);
+        let (net, _) = config.start(Layout::from(&world), net)?;
+        Ok(net)
+    });
+    drop(models.unwrap());
+    assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());
 }
 
 #[cfg(feature = "cuda")]

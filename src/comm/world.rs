@@ -147,10 +147,9 @@ impl World {
     /// Ranks with a CUDA device each exchange tensors by NCCL. Where its library is not found, a
     /// warning names it, and they copy tensors from device to device, as all other threads do.
     ///
-    /// Return no model whose parameters a [`Layout`](crate::distributed::Layout) divides, or whose
-    /// gradients a pass reduces: it keeps its world. Over NCCL, the model of rank 0 then waits when
-    /// it is dropped, for up to [`DEADLINE`], until the models of all ranks are. Return the model
-    /// of [`Layout::unshard`](crate::distributed::Layout::unshard) instead.
+    /// A model whose parameters a [`Layout`](crate::distributed::Layout) divides is of no use
+    /// without the other ranks, and keeps its world. Return the model of
+    /// [`Layout::unshard`](crate::distributed::Layout::unshard) instead.
     ///
     /// # Errors
     ///
@@ -302,22 +301,29 @@ impl World {
         E: From<Error> + Display + Send,
         F: Fn(World) -> Result<T, E> + Sync,
     {
-        let comms: Mutex<Vec<Option<Communicator>>> = Mutex::new(vec![None; devices.len()]);
+        let comms = Mutex::new(Vec::from_iter(devices.iter().map(|_| None)));
         let (meeting, culprit) = (Meeting::new(devices.len())?, Mutex::new(None));
         let world = |rank: usize| {
             let device = &devices[rank];
             let engine = Nccl::meeting(|| memory(device, rank), &meeting, rank, deadline)?;
+            let departure = engine.departure();
             let world = Self::new(engine, device.clone());
-            comms.lock().expect("no holder of the lock panics")[rank] = Some(world.communicator());
+            let held = Some((world.communicator(), departure));
+            comms.lock().expect("no holder of the lock panics")[rank] = held;
             Ok(world)
         };
         let depart = |rank: usize, has_failed: bool| {
-            let comm = comms.lock().expect("no holder of the lock panics")[rank].take();
-            // A call after a failure names the rank, at once.
-            if let Some(comm) = comm.as_ref().filter(|_| has_failed)
-                && let Err(Error::PeerFailed { rank, .. }) = comm.barrier()
-            {
-                culprit.lock().expect("no holder of the lock panics").get_or_insert(rank);
+            let held = comms.lock().expect("no holder of the lock panics")[rank].take();
+            let Some((comm, departure)) = held else { return };
+            match has_failed {
+                // A model that was returned may hold the communicator for longer.
+                false => departure(),
+                // A call after a failure names the rank, at once.
+                true => {
+                    if let Err(Error::PeerFailed { rank, .. }) = comm.barrier() {
+                        culprit.lock().expect("no holder of the lock panics").get_or_insert(rank);
+                    }
+                }
             }
             // On the thread of the rank, and without the lock: the last communicator of rank 0 is
             // dropped once all other ranks have departed, and NCCL ends all of them together.

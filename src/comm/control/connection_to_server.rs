@@ -207,6 +207,17 @@ impl ServerConnection {
         self.shared.send(&short_frame(request));
     }
 
+    /// Tells rank 0 that this process makes no further call.
+    pub fn depart(&self) {
+        // Before the message: the reading thread reports an end that it does not expect.
+        if self.shared.departing.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        self.notify(&Request::Depart { external_calls: self.counts() });
+        // Rank 0 closes the connection when it has read the last message, so none is lost.
+        self.shared.stream.shutdown(Shutdown::Write).ok();
+    }
+
     /// Sends a call and waits for its result. Errors refer to the call by `name`.
     pub fn call(
         &self,
@@ -438,11 +449,7 @@ impl Drop for ServerConnection {
         if thread::panicking() {
             self.notify(&Request::Fail { cause: "it panicked".to_owned() });
         }
-        // Before the message: the reading thread reports an end that it does not expect.
-        self.shared.departing.store(true, Ordering::SeqCst);
-        self.notify(&Request::Depart { external_calls: self.counts() });
-        // Rank 0 closes the connection when it has read the last message, so none is lost.
-        self.shared.stream.shutdown(Shutdown::Write).ok();
+        self.depart();
         let running = |answers: &mut Answers| !answers.reader_ended;
         let answers = self.shared.answers();
         drop(self.shared.changed.wait_timeout_while(answers, SHUTDOWN_GRACE, running));

@@ -91,6 +91,12 @@ impl Control {
         Arc::strong_count(&self.groups)
     }
 
+    /// Lets this rank depart from its world, also while others hold its communicators.
+    pub fn departure(&self) -> impl FnOnce() + Send + use<> {
+        let link = self.link.clone();
+        move || link.depart()
+    }
+
     /// This process's index in the group.
     pub fn rank(&self) -> usize {
         self.rank

@@ -255,6 +255,13 @@ impl MovesParts for Nccl {
     }
 }
 
+impl Nccl {
+    /// Lets this rank depart from its world, also while a model holds its communicators.
+    pub(in crate::comm) fn departure(&self) -> impl FnOnce() + Send + use<> {
+        self.shared.peers.control.departure()
+    }
+}
+
 impl Engine for Nccl {
     fn engine_name(&self) -> &'static str {
         ENGINE
