@@ -14,7 +14,7 @@ use distmuon::checkpoint::Saver;
 #[cfg(feature = "cuda")]
 use distmuon::comm::{Launch, Nccl};
 use distmuon::comm::{Pending, ReduceOp, World};
-use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Layout};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
 use distmuon::{Error, Result};
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
@@ -395,8 +395,7 @@ fn models_of_threads_over_nccl_can_outlive_the_ranks() {
     let models = host::threads(DEADLINE, RANKS, |world| -> Result<_> {
         let net = Layers::square(3, 32, world.device()).map(&mut Fixed::new(1));
         let config = DistMuonConfig::new().with_overlap(true);
-        let (net, _) = config.start(Layout::from(&world), net)?;
-        Ok(net)
+        Ok(config.start(&world, net)?.0)
     });
     drop(models.unwrap());
     assert!(start.elapsed() < DEADLINE, "{:?}", start.elapsed());

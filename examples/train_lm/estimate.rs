@@ -6,7 +6,7 @@ use distmuon::distributed::{Axis, TimeAssumptions};
 
 use super::exact_mars::exact_mars;
 use super::model::GptConfig;
-use super::optimizer::{Contender, OptimizerName};
+use super::optimizer::Contender;
 use super::options::{Options, not_negative, positive};
 use super::settings::Dtype;
 use super::sharding::Sharding;
@@ -146,8 +146,7 @@ impl Estimate {
         let model = sizes.init(&device.autodiff());
         let config = contender.config(settings, &sharding, self.ranks)?;
         let in_passes = sharding.reduces_in_passes(self.ranks);
-        let is_muon = contender.optimizer.single() == OptimizerName::Muon;
-        let is_exact = is_muon && exact_mars(&config.muon, in_passes)?.is_some();
+        let is_exact = exact_mars(contender, &config.muon, in_passes)?.is_some();
         let layout = |world: &_| sharding.layout(world, &config, &model);
         let memory = config.forecast_memory(self.ranks, self.nodes, &model, layout)?;
         println!(

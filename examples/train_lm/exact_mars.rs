@@ -8,6 +8,7 @@ use distmuon::parts::{Mars, Part};
 use distmuon::{GradientBuffer, GradientPair, MuonConfig, ParameterRole, Schedule};
 
 use super::model::Gpt;
+use super::optimizer::{Contender, OptimizerName};
 
 /// The correction of gradients, with the model before the last step.
 pub struct ExactMars {
@@ -19,9 +20,15 @@ pub struct ExactMars {
     gradients: GradientBuffer,
 }
 
-/// The exact form, if a run's settings have it. Fails where it can't correct the gradients.
-pub fn exact_mars(config: &MuonConfig, reduces_in_passes: bool) -> Result<Option<Mars>> {
-    let exact = config.parts.iter().find_map(|part| match part {
+/// The exact form, if a run with Muon has it in its settings. Fails where it can't correct the
+/// gradients.
+pub fn exact_mars(
+    contender: Contender,
+    config: &MuonConfig,
+    reduces_in_passes: bool,
+) -> Result<Option<Mars>> {
+    let is_muon = contender.optimizer.single() == OptimizerName::Muon;
+    let exact = config.parts.iter().filter(|_| is_muon).find_map(|part| match part {
         Part::Mars(mars) if mars.exact => Some(*mars),
         _ => None,
     });

@@ -182,7 +182,7 @@ impl Sharding {
              --audit-every; leave one of them out"
         );
         // With any number of ranks above one, on which alone messages are sent.
-        let sends = self.is_divided() || self.overlaps(2);
+        let sends = self.reduces_in_passes(2);
         ensure!(
             self.in_flight_mb.is_none() || sends,
             "--in-flight-mb limits gradients that a backward pass reduces; leave --overlap=false \
@@ -283,7 +283,7 @@ impl Sharding {
         });
         let overlaps = self.overlaps(world.size());
         // One rank may neither divide nor overlap: then no gradient is sent in a pass.
-        let sends = overlaps || self.is_divided();
+        let sends = self.reduces_in_passes(world.size());
         let in_flight_mb = self.in_flight_mb.filter(|_| sends);
         let layout = Layout::new(&mesh).with_config(config.clone());
         let layout = keep.into_iter().fold(layout, Layout::with_keep);

@@ -212,12 +212,9 @@ impl Run<'_> {
     /// The correction of gradients in MARS-M's exact form, if the settings have it.
     fn exact_mars(&self, world: &World, model: &Gpt) -> Result<Option<ExactMars>> {
         let contender = self.plan.contender;
-        if contender.optimizer.single() != OptimizerName::Muon {
-            return Ok(None);
-        }
         let config = contender.muon(&self.settings)?;
         let in_passes = self.options.sharding.reduces_in_passes(world.size());
-        let exact = exact_mars(&config, in_passes)?;
+        let exact = exact_mars(contender, &config, in_passes)?;
         exact.map(|mars| ExactMars::start(mars, &config, model)).transpose()
     }
 

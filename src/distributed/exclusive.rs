@@ -11,7 +11,7 @@ pub struct Exclusive<T> {
     given_back: Condvar,
 }
 
-/// The purpose for which a thread takes a value.
+/// The access for which a thread takes a value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Access {
     /// To look at it or to change it, which takes no time.
@@ -39,7 +39,7 @@ impl<T> Exclusive<T> {
 
     /// Takes the value, once no other thread has it. If one has it for a call, `in_call` runs once
     /// before this thread waits, and may end that call.
-    pub fn take(&self, purpose: Access, in_call: impl FnOnce()) -> Taken<'_, T> {
+    pub fn take(&self, access: Access, in_call: impl FnOnce()) -> Taken<'_, T> {
         let mut in_call = Some(in_call);
         let mut slot = self.lock();
         // Looked at after every wait: a third thread may have begun a call in the meantime.
@@ -55,7 +55,7 @@ impl<T> Exclusive<T> {
                 }
             }
         }
-        let Slot::Here(value) = std::mem::replace(&mut *slot, Slot::Taken(purpose)) else {
+        let Slot::Here(value) = std::mem::replace(&mut *slot, Slot::Taken(access)) else {
             unreachable!("no other thread has the value");
         };
         Taken { value: Some(value), to: self }
@@ -108,12 +108,12 @@ mod tests {
 
     #[test]
     fn a_thread_is_told_of_a_call_before_it_waits_for_its_end() {
-        for purpose in [Look, Call] {
+        for access in [Look, Call] {
             let value = Exclusive::new(1);
             let (told, is_told) = mpsc::channel();
             let mut call = value.take(Call, || unreachable!("no other thread has the value"));
             thread::scope(|scope| {
-                let other = scope.spawn(|| *value.take(purpose, || told.send(()).unwrap()));
+                let other = scope.spawn(|| *value.take(access, || told.send(()).unwrap()));
                 // The other thread waits for the value, and no lock is held.
                 is_told.recv().unwrap();
                 *call = 2;

@@ -158,7 +158,7 @@ pub fn with_momentum(muon: MuonConfig, momentum: Schedule) -> MuonConfig {
 /// Returns a configuration whose update needs no more of values than to apply directions to them:
 /// without the parts and decays that read or constrain values, and with decoupled weight decay
 /// instead of one before or after them.
-pub fn separable(mut muon: MuonConfig) -> MuonConfig {
+fn separable(mut muon: MuonConfig) -> MuonConfig {
     muon.parts.retain(|part| {
         !matches!(
             part,

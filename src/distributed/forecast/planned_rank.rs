@@ -44,8 +44,8 @@ where
     fn rank(&self, rank: usize, first: Option<&Layout>) -> Result<PlannedRank, E> {
         // A world for each rank, since a layout knows the rank that it is on.
         let world = Planned::world(rank, self.ranks, self.nodes, device_of(self.model))?;
-        let (config, layout) = (self.layout)(&world)?.overlapped(self.config);
-        Ok(PlannedRank::new(config, layout, first, self.model)?)
+        let layout = (self.layout)(&world)?.overlapped(self.config.clone());
+        Ok(PlannedRank::new(layout, first, self.model)?)
     }
 }
 
@@ -68,7 +68,7 @@ fn device_of<M: Module>(model: &M) -> Device {
 
 /// A model as a rank would have it.
 pub struct PlannedRank {
-    pub config: DistMuonConfig,
+    /// Has the configuration.
     pub layout: Layout,
     pub routing: Routing,
     pub trainable: Trainable,
@@ -77,17 +77,12 @@ pub struct PlannedRank {
 
 impl PlannedRank {
     /// A rank with this layout, with the owners of the first rank's.
-    fn new<M: Module>(
-        config: DistMuonConfig,
-        layout: Layout,
-        first: Option<&Layout>,
-        model: &M,
-    ) -> Result<Self> {
+    fn new<M: Module>(layout: Layout, first: Option<&Layout>, model: &M) -> Result<Self> {
         let found = layout.divide(model, first)?;
-        let routing = config.muon.route_found(&found)?;
+        let routing = layout.config().muon.route_found(&found)?;
         let trainable = trainable::of_model(&routing, &found, &layout.cut_parameters())?;
         layout.check_planned(&trainable.planned)?;
-        Ok(Self { config, layout, routing, trainable, found })
+        Ok(Self { layout, routing, trainable, found })
     }
 
     /// The plan of all ranks.
@@ -95,7 +90,7 @@ impl PlannedRank {
         let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
         ensure_exchangeable(&parameters, world.rank())?;
         let work = (&self.trainable.trainable[..], self.routing.updates());
-        let costs = costs(&self.config, &self.layout, &parameters, work)?;
-        plan(&self.config, &self.layout, parameters, &costs)
+        let costs = costs(self.layout.config(), &self.layout, &parameters, work)?;
+        plan(self.layout.config(), &self.layout, parameters, &costs)
     }
 }

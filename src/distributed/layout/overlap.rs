@@ -5,18 +5,13 @@ use crate::distributed::config::{DistMuonConfig, Publish};
 use crate::error::{Error, Result};
 
 impl Layout {
-    /// Returns a configuration and this layout with it, both with messages behind the passes if
+    /// Returns this layout with a configuration, both with messages behind the passes if
     /// [`DistMuonConfig::overlap`] says so.
-    pub(in crate::distributed) fn overlapped(
-        self,
-        config: &DistMuonConfig,
-    ) -> (DistMuonConfig, Self) {
-        let config = config.clone();
-        let (config, layout) = match config.overlap {
-            true => (config.with_publish(Publish::AtFirstUse), self.overlap_backward()),
-            false => (config, self),
-        };
-        (config.clone(), layout.with_config(config))
+    pub(in crate::distributed) fn overlapped(self, config: DistMuonConfig) -> Self {
+        match config.overlap {
+            true => self.overlap_backward().with_config(config.with_publish(Publish::AtFirstUse)),
+            false => self.with_config(config),
+        }
     }
 
     /// Fails without the overlap that a configuration asks for.

@@ -48,8 +48,9 @@ impl Layout {
             let positions =
                 positions.entry(axes.to_vec()).or_insert_with(|| self.positions(axes, &grid));
             let positions = (&**positions, grid.replica);
-            let of = (&parameter, self.mean_dtype(parameter.dtype));
-            all.push(Arc::new(PassParameter::new(all.len(), of, shards, positions)));
+            let dtype = self.mean_dtype(parameter.dtype);
+            let index = all.len();
+            all.push(Arc::new(PassParameter::new(index, &parameter, dtype, shards, positions)));
         }
         all
     }

@@ -136,7 +136,8 @@ impl PassParameter {
     /// `positions` has the position of every rank of the group, `rank` is this rank's number in it.
     pub fn new(
         index: usize,
-        (parameter, mean_dtype): (&ModelParameter, DType),
+        parameter: &ModelParameter,
+        mean_dtype: DType,
         shards: ParameterShards,
         (positions, rank): (&[Position], usize),
     ) -> Self {

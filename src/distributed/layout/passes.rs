@@ -183,9 +183,9 @@ impl Passes {
 
     /// The state. A second thread that needs it while a call waits for other ranks ends the wait:
     /// all ranks fail, instead of waiting for each other.
-    fn take(&self, purpose: Access) -> InUse<'_> {
+    fn take(&self, access: Access) -> InUse<'_> {
         let mut error = None;
-        let mut state = self.state.take(purpose, || {
+        let mut state = self.state.take(access, || {
             if self.groups.world.size() > 1 {
                 // Before this thread waits: the other one leaves its call when the world fails.
                 self.tell(error.insert(Error::usage(

@@ -206,12 +206,12 @@ impl Layout {
                 && works().any(is_matrices)
                 && !works().all(is_matrices)
         };
-        let mut mixed = trained.model.iter().filter(is_mixed);
+        let mixed = trained.model.iter().filter(is_mixed);
         if let Some(divided) = mixed.clone().find(|parameter| parameter.placement.is_owned()) {
             let reason = "it has blocks that its rule leaves to AdamW, so it can't be divided";
             let remedy = "leave it on all ranks, or split it without `leave`";
             return Err(Error::parameter(&divided.path, self.world().rank(), reason, remedy));
         }
-        Ok(mixed.by_ref().map(|parameter| parameter.path.clone()).collect())
+        Ok(mixed.map(|parameter| parameter.path.clone()).collect())
     }
 }

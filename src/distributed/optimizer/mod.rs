@@ -392,9 +392,9 @@ impl DistMuonConfig {
         on: impl Into<Layout>,
         model: M,
     ) -> Result<(M, DistModuleOptimizer)> {
-        let (config, layout) = on.into().overlapped(self);
+        let layout = on.into().overlapped(self.clone());
         let model = layout.shard(model)?;
-        let optim = config.init_on(&layout, &model)?;
+        let optim = layout.config().init_on(&layout, &model)?;
         Ok((model, optim))
     }
 

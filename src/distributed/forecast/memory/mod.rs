@@ -231,7 +231,7 @@ impl PlannedRank {
             ..RankMemory::default()
         };
         let device = self.layout.world().device().clone().inner();
-        let (memory, brought) = match self.config.states_device(&device) {
+        let (memory, brought) = match self.layout.config().states_device(&device) {
             None => {
                 (RankMemory { states: slots + own, masters, ..memory }, vec![0; of_buckets.len()])
             }
@@ -279,7 +279,7 @@ impl PlannedRank {
 
     /// The type in which a step is given the gradients of parameters of a type.
     fn gradient_dtype(&self, parameter: DType) -> DType {
-        match self.config.grad_dtype {
+        match self.layout.config().grad_dtype {
             GradDtype::Parameter => parameter,
             GradDtype::Float32 => precise_dtype(parameter),
         }

@@ -80,7 +80,7 @@ impl<'a> StepMemory<'a> {
         (index, brought): (usize, Vec<usize>),
         memory: RankMemory,
     ) -> Self {
-        let config = &rank.config;
+        let config = rank.layout.config();
         let of_bucket = |bucket: &Bucket| BucketBytes::new(rank, plan, bucket, index);
         let buckets: Vec<_> = plan.buckets().iter().map(of_bucket).collect();
         Self {
@@ -124,7 +124,7 @@ impl<'a> StepMemory<'a> {
             }
             let mut next = 0;
             for (index, bucket) in stage.buckets.iter().enumerate() {
-                let last = stage.buckets.len().min(index + self.rank.config.in_flight);
+                let last = stage.buckets.len().min(index + self.rank.layout.config().in_flight);
                 while stage.exchanges && next < last {
                     self.assemble_values(stage.buckets[next]);
                     next += 1;
@@ -147,7 +147,7 @@ impl<'a> StepMemory<'a> {
         let is_reduction = |flight: &StepMessage| {
             matches!(flight, StepMessage::Reduction(_) | StepMessage::Assembly(_))
         };
-        while self.in_flight(is_reduction) < self.rank.config.in_flight
+        while self.in_flight(is_reduction) < self.rank.layout.config().in_flight
             && self.started < order.len()
         {
             let (next, exchanges) = order[self.started];
@@ -255,14 +255,14 @@ impl<'a> StepMemory<'a> {
             None => self.gather(bucket),
         }
         self.states_here -= self.brought[bucket];
-        while self.in_flight(is_gathering) >= self.rank.config.in_flight {
+        while self.in_flight(is_gathering) >= self.rank.layout.config().in_flight {
             self.land();
         }
     }
 
     fn gather(&mut self, bucket: usize) {
         let Some([message, share]) = self.buckets[bucket].gathering else { return self.observe() };
-        match self.rank.config.publish {
+        match self.rank.layout.config().publish {
             Publish::Now => self.send(message, StepMessage::Gathering(bucket)),
             Publish::AtFirstUse => {
                 self.parameters -= self.buckets[bucket].held;
@@ -297,7 +297,8 @@ impl<'a> StepMemory<'a> {
         // The largest at once: the order of the model may bring them together.
         parts.sort_unstable();
         // As many as a step publishes at once.
-        self.messages += parts.iter().rev().take(self.rank.config.in_flight).sum::<usize>();
+        self.messages +=
+            parts.iter().rev().take(self.rank.layout.config().in_flight).sum::<usize>();
         self.observe();
     }
 
@@ -335,8 +336,8 @@ impl BucketBytes {
         let given = rank.gradient_dtype(bucket.dtype).size();
         let of_mean = rank.layout.mean_dtype(bucket.dtype).size();
         let gradients = if in_backward { share * of_mean } else { elements * given };
-        let reduces = plan.world_size() > 1 && rank.config.gradients == Gradients::PerRank;
-        let sent_dtype = sent_dtype(rank.config.grad_dtype, bucket);
+        let reduces = plan.world_size() > 1 && rank.layout.config().gradients == Gradients::PerRank;
+        let sent_dtype = sent_dtype(rank.layout.config().grad_dtype, bucket);
         let (reduction, added_up) = match (reduces && !in_backward, group) {
             (true, _) => reduced_in_step(&held, replica, replicas, sent_dtype),
             // Shares of slices are packed in float32; all else is taken as it is.

@@ -173,10 +173,10 @@ impl Passes {
 
     /// Starts to gather the parameters that are used next, as far as the limit allows. All ranks
     /// have the same limit and order, so all of them stop at the same call.
-    fn start_next(&self, state: &mut PassState, next: &[usize], purpose: PassKind) -> Result<()> {
+    fn start_next(&self, state: &mut PassState, next: &[usize], kind: PassKind) -> Result<()> {
         let mut rest = next;
         loop {
-            let (indices, after) = self.next_message(state, rest, purpose);
+            let (indices, after) = self.next_message(state, rest, kind);
             let bytes: usize = indices.iter().map(|index| self.parameters[*index].bytes()).sum();
             let Limits { ahead, .. } = self.limits;
             // The second of a parameter that is larger than half of the limit.
@@ -185,10 +185,8 @@ impl Passes {
                 return Ok(());
             }
             for message in self.in_messages(indices) {
-                let parts: Result<Vec<_>> = message
-                    .into_iter()
-                    .map(|index| self.last_part(state, index, purpose))
-                    .collect();
+                let parts: Result<Vec<_>> =
+                    message.into_iter().map(|index| self.last_part(state, index, kind)).collect();
                 self.start_gathering(state, parts?)?;
             }
             rest = after;
@@ -202,12 +200,12 @@ impl Passes {
         &self,
         state: &PassState,
         next: &'a [usize],
-        purpose: PassKind,
+        kind: PassKind,
     ) -> (Vec<usize>, &'a [usize]) {
         let (mut indices, mut bytes) = (vec![], 0);
         for (position, index) in next.iter().enumerate() {
             let is_on_its_way = state.uses[*index].ahead.is_some() || indices.contains(index);
-            if is_on_its_way || !state.knows_part(*index, purpose) {
+            if is_on_its_way || !state.knows_part(*index, kind) {
                 continue;
             }
             let more = self.parameters[*index].bytes();
@@ -226,12 +224,12 @@ impl Passes {
         &self,
         state: &mut PassState,
         index: usize,
-        purpose: PassKind,
+        kind: PassKind,
     ) -> Result<PartToGather> {
-        if purpose == PassKind::Training {
+        if kind == PassKind::Training {
             self.land_publication(state, &self.parameters[index])?;
         }
-        let arrived = state.arrived_part(index, purpose);
+        let arrived = state.arrived_part(index, kind);
         let (values, tensor) = arrived.expect("the part is known, and has arrived");
         Ok(PartToGather { index, values, tensor: tensor.clone() })
     }
@@ -240,13 +238,9 @@ impl Passes {
 impl PassState {
     /// The part of a parameter that a pass of a kind will most likely use, unless it is on its way.
     /// One that was not used yet is known only at its use.
-    fn arrived_part(
-        &self,
-        index: usize,
-        purpose: PassKind,
-    ) -> Option<(Option<Values>, &Tensor<1>)> {
+    fn arrived_part(&self, index: usize, kind: PassKind) -> Option<(Option<Values>, &Tensor<1>)> {
         let Uses { part, published, evaluated, .. } = &self.uses[index];
-        let (used, published) = match purpose {
+        let (used, published) = match kind {
             PassKind::Training => (part, published.as_ref().map(|published| &published.part)),
             PassKind::Evaluation => (evaluated, None),
         };
@@ -259,9 +253,8 @@ impl PassState {
 
     /// Returns `true` if the part that a pass of a kind will most likely use has arrived, or is on
     /// its way.
-    fn knows_part(&self, index: usize, purpose: PassKind) -> bool {
+    fn knows_part(&self, index: usize, kind: PassKind) -> bool {
         let is_publishing = || self.publishing.iter().any(|parts| parts.of.contains(&index));
-        self.arrived_part(index, purpose).is_some()
-            || purpose == PassKind::Training && is_publishing()
+        self.arrived_part(index, kind).is_some() || kind == PassKind::Training && is_publishing()
     }
 }
